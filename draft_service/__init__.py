@@ -1,0 +1,1 @@
+"""The draft service: makes guesses ahead of the verifier and serves the edge door."""

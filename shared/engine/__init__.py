@@ -1,0 +1,1 @@
+"""The inference engine both services run: sequences, paged KV, batches, attention. It knows no gRPC, no protobuf, no Prometheus."""

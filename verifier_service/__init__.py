@@ -1,0 +1,1 @@
+"""The verifier service: owns every request, scores guesses with the target model, keeps what it would have said."""
