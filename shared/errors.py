@@ -7,6 +7,7 @@ OutriderError
 ├── Unauthenticated       no token, or a wrong one
 ├── Overloaded            no room now; worth a retry after a while
 ├── Unavailable           loading, draining, or the other service is out of reach; worth a retry
+├── CannotListen          an address that this process cannot serve at, told at start
 ├── EngineFailure         our own fault; the text stays in the log
 ├── UnsupportedModel      a model that cannot be served, told at start
 └── OutOfBlocks           the KV pool is empty; the scheduler's business, never a client's
@@ -14,9 +15,13 @@ OutriderError
 
 
 class OutriderError(Exception):
-    """Base of all. `reason` is stable and UPPER_SNAKE: clients branch on it, never on the text."""
+    """Base of all. `reason` is stable and UPPER_SNAKE: clients branch on it, never on the text.
+
+    `request_id` is set on the client's side, where the server told it.
+    """
 
     reason = "INTERNAL"
+    request_id: str | None = None
 
 
 class InvalidRequest(OutriderError):
@@ -72,7 +77,8 @@ class Unavailable(OutriderError):
     """Not now, not here.
 
     Args:
-        reason: `LOADING`, `DRAINING`, `ENGINE_STALLED` or `VERIFIER_UNREACHABLE`.
+        reason: `LOADING`, `DRAINING`, `ENGINE_STALLED`, `VERIFIER_UNREACHABLE`, `SLOW_READER` (the peer takes no messages), `LINK_SILENT`
+            (a draft service was not heard from) or, on the client's side, `UNREACHABLE`.
         message: one sentence.
         retry_after_s: when a retry may do better, in seconds.
     """
@@ -81,6 +87,12 @@ class Unavailable(OutriderError):
         super().__init__(message)
         self.reason = reason
         self.retry_after_s = retry_after_s
+
+
+class CannotListen(OutriderError):
+    """An address that this process cannot serve at; the text says which."""
+
+    reason = "CANNOT_LISTEN"
 
 
 class EngineFailure(OutriderError):

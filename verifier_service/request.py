@@ -70,6 +70,7 @@ class Emission:
         accepted: how many of them are accepted draft tokens.
         drafted: draft tokens scored at positions up to the one that ended the request; 0 for a plain step.
         discarded: draft tokens scored beyond that position; part of no rate.
+        overlapped: whether the round used guesses that arrived while the step before it was being computed.
         finish: why the completion ended with the last of these tokens, if it did.
         matched_id: the stop or end-of-sequence token, if that was why.
         error: set when the request failed; nothing follows.
@@ -80,6 +81,7 @@ class Emission:
     accepted: int = 0
     drafted: int = 0
     discarded: int = 0
+    overlapped: bool = False
     finish: FinishReason | None = None
     matched_id: int | None = None
     error: OutriderError | None = None

@@ -50,3 +50,11 @@ class LinkCounters:
     dropped: int = 0
     stale: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "LinkCounters") -> None:
+        """Adds another's counts to these."""
+        self.received += other.received
+        self.joined_while_computing += other.joined_while_computing
+        self.dropped += other.dropped
+        self.stale.update(other.stale)
+        self.rejected.update(other.rejected)

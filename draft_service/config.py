@@ -1,0 +1,52 @@
+"""Settings of the draft service. Which proposer they lead to is derived here; nothing here knows a model."""
+
+import socket
+import uuid
+from typing import Literal
+
+from pydantic import ValidationInfo, field_validator
+
+from shared.config import MODEL, SERVING, Address, DisplayName, OptionalAddress, OptionalFile, ServiceConfig, setting
+
+DRAFTING = "Drafting"
+
+
+def _machine_name() -> str:
+    return "".join(character if character.isalnum() or character in "._-" else "-" for character in socket.gethostname())[:64] or "drafter"
+
+
+class DraftConfig(ServiceConfig):
+    """Everything the draft service is told."""
+
+    draft: str = setting("", "Draft model: hub id or directory. Without one, guesses are looked up in the text itself (n-grams).", DRAFTING, "none")
+    ngram_min: int = setting(2, "Shortest n-gram that is looked up.", DRAFTING, ge=1, le=16)
+    ngram_max: int = setting(4, "Longest n-gram that is looked up; the longest match wins.", DRAFTING, ge=1, le=16)
+    capacity: int = setting(64, "Most sequences to draft for at once.", DRAFTING, ge=1, le=4096)
+
+    kv_memory_fraction: float = setting(0.2, "Share of the device's free memory for KV blocks, where `kv_blocks` is 0.", MODEL, ge=0.01, le=0.95)
+
+    verifier: Address = setting("127.0.0.1:50051", "Address of `VerifierService`: where `Generate` calls are passed on to.", SERVING)
+    link: Address = setting("127.0.0.1:50052", "Address of the verifier's `LinkService`, to attach to.", SERVING)
+    link_token_file: OptionalFile = setting(None, "File with the token that the verifier's link asks for.", SERVING, "none")
+    listen: Address = setting("127.0.0.1:50061", "Address of `DraftService`, for clients nearby. Loopback unless told otherwise.", SERVING)
+    metrics: OptionalAddress = setting("127.0.0.1:9465", "Address of the Prometheus metrics, at /metrics.", SERVING)
+    name: DisplayName = setting(_machine_name, "Name for people, shown by `outrider info`.", SERVING, "the machine's name")
+    instance_id: DisplayName = setting(
+        lambda: uuid.uuid4().hex,
+        "Name for the verifier: two that are attached under one name replace each other.",
+        SERVING,
+        "random for each process",
+    )
+
+    @field_validator("ngram_max")
+    @classmethod
+    def _ngram_range_is_not_empty(cls, longest: int, info: ValidationInfo) -> int:
+        shortest = info.data.get("ngram_min")
+        if shortest is not None and longest < shortest:
+            raise ValueError(f"must not be below ngram-min; it is {longest}, and ngram-min is {shortest}")
+        return longest
+
+    @property
+    def proposer(self) -> Literal["ngram", "model"]:
+        """What makes the guesses: `model` where a draft model is given."""
+        return "model" if self.draft else "ngram"

@@ -1,0 +1,51 @@
+"""Plain numbers about a draft service's work. `draft_service.metrics` alone turns them into Prometheus series."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class ProposerStats:
+    """What making guesses took, counted since the start.
+
+    Args:
+        forwards: batched calls of the proposer's model; 0 for one that has none.
+        fed_tokens: tokens run through the model.
+        catch_up_tokens: of those, the ones beyond one per sequence and forward: prompts, commits that the tail had not foreseen.
+        unusable_rows: rows of logits that were not finite and gave no guess.
+        free_blocks: KV blocks free now.
+        used_blocks: KV blocks held now.
+    """
+
+    forwards: int = 0
+    fed_tokens: int = 0
+    catch_up_tokens: int = 0
+    unusable_rows: int = 0
+    free_blocks: int = 0
+    used_blocks: int = 0
+
+
+@dataclass(slots=True)
+class DrafterStats:
+    """What became of the guesses and of the sequences, counted since the start.
+
+    Args:
+        sequences: sequences drafted for now.
+        steps: calls of the proposer.
+        draft_seconds: time spent in them.
+        guesses_sent: guesses handed to the link.
+        guesses_matched: of those, the ones that the target's tokens later equalled, scored or not.
+        guesses_dropped: of those, the ones taken back from the tail: contradicted, rewound, or of a sequence that ended.
+        resyncs: new Begins asked for.
+        declines: sequences refused.
+        proposer: what making the guesses took.
+    """
+
+    sequences: int = 0
+    steps: int = 0
+    draft_seconds: float = 0.0
+    guesses_sent: int = 0
+    guesses_matched: int = 0
+    guesses_dropped: int = 0
+    resyncs: int = 0
+    declines: int = 0
+    proposer: ProposerStats = field(default_factory=ProposerStats)

@@ -1,0 +1,154 @@
+"""One sequence as the drafter sees it: the committed tokens and the tail of guesses beyond them.
+
+It owns what is known of the text and its digest; it does not know how guesses are made or sent.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shared.digest import extend
+from shared.errors import OutriderError
+from shared.link import Begin, Commit
+from shared.noise import derive_key, noise_key
+from shared.sampling import Mode, TokenRules
+
+
+class LostTrack(OutriderError):
+    """A commit leaves a gap after what is known, or contradicts it: only a new Begin helps. Nothing was changed."""
+
+    reason = "LOST_TRACK"
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What a commit did to the tail: `matched` guesses became committed, `dropped` ones are gone."""
+
+    matched: int
+    dropped: int
+
+
+def count_matching(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    limit = min(len(left), len(right))
+    if left[:limit] == right[:limit]:
+        return limit
+    return next(index for index in range(limit) if left[index] != right[index])
+
+
+@dataclass(slots=True)
+class DraftSequence:
+    """Committed tokens, tail, and what is needed to guess the next token.
+
+    Invariants: `digest` is that of committed + tail; `committed` only grows (a Begin makes a new object); the tail is within the
+    window whenever it grows (a commit may shrink the window below it: what was sent stays sent).
+
+    Args:
+        number: the verifier's number of the sequence.
+        mode: how its guesses are verified.
+        rules: what turns logits into the distribution of the next token.
+        draft_seed: uint64 from the Begin.
+        max_length: no guess stands at this position or later.
+        window: most tokens in the tail.
+        committed: the target's tokens, prompt included.
+        tail: guesses after them.
+        is_resting: the proposer has nothing to add until the next commit.
+    """
+
+    number: int
+    mode: Mode
+    rules: TokenRules
+    draft_seed: int
+    max_length: int
+    window: int
+    committed: list[int]
+    tail: list[int] = field(default_factory=list)
+    is_resting: bool = False
+    key: int = field(init=False)
+    digest: int = field(init=False)
+    _committed_digest: int = field(init=False)
+    _num_rewinds: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.key = self._derive_key()
+        self.digest = self._committed_digest = extend(extend(0, self.committed), self.tail)
+
+    @classmethod
+    def of(cls, begin: Begin, vocab_size: int, max_length: int) -> "DraftSequence":
+        """A sequence with an empty tail.
+
+        Args:
+            begin: the verifier's word.
+            vocab_size: ids of the target's tokenizer.
+            max_length: no guess stands at this position or later.
+        """
+        rules = TokenRules(begin.sampling, begin.prompt_length, vocab_size, begin.suppressed_ids, begin.suppressed_until)
+        return cls(begin.sequence, begin.mode, rules, begin.draft_seed, max_length, begin.window, list(begin.token_ids))
+
+    @property
+    def length(self) -> int:
+        """Committed tokens and guesses together: the position of the next guess."""
+        return len(self.committed) + len(self.tail)
+
+    @property
+    def room(self) -> int:
+        """How many guesses may be added now."""
+        if self.is_resting:
+            return 0
+        return max(0, min(self.window - len(self.tail), self.max_length - self.length))
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Adds guesses that are about to be sent."""
+        added = list(token_ids)
+        self.tail += added
+        self.digest = extend(self.digest, added)
+
+    def settle(self, commit: Commit) -> Settlement:
+        """Takes the target's tokens; what the tail foresaw leaves its head, at the first difference all of it goes.
+
+        A commit that overlaps what is known (a duplicate, or one merged on the way) gives its new part; one that ends before the known
+        length is old news and changes nothing, its window and rewind included.
+
+        Raises:
+            LostTrack: a gap or a contradiction.
+        """
+        known = len(self.committed)
+        overlap = known - commit.base_length
+        if overlap < 0:
+            raise LostTrack(f"sequence {self.number}: a commit starts at {commit.base_length}, known are {known} tokens")
+        if tuple(self.committed[commit.base_length : commit.base_length + len(commit.token_ids)]) != commit.token_ids[:overlap]:
+            raise LostTrack(f"sequence {self.number}: a commit at {commit.base_length} contradicts earlier ones")
+        if len(commit.token_ids) < overlap:
+            return Settlement(0, 0)
+        self.window, self.is_resting = commit.window, False
+        settlement = self._append(list(commit.token_ids[overlap:]))
+        if not commit.rewind:
+            return settlement
+        return Settlement(settlement.matched, settlement.dropped + self._rewind())
+
+    def _append(self, added: list[int]) -> Settlement:
+        matched = count_matching(self.tail, added)
+        self.committed += added
+        self._committed_digest = extend(self._committed_digest, added)
+        if matched == len(added):
+            # The text has not changed, nor has the digest of its end.
+            del self.tail[:matched]
+            return Settlement(matched, 0)
+        # A tail that was shorter than the commit and agreed with it has been used up, not contradicted.
+        dropped = len(self.tail) - matched
+        self.tail.clear()
+        self.digest = self._committed_digest
+        return Settlement(matched, dropped)
+
+    def _rewind(self) -> int:
+        dropped = len(self.tail)
+        self.tail.clear()
+        self.digest = self._committed_digest
+        self._num_rewinds += 1
+        self.key = self._derive_key()
+        return dropped
+
+    def _derive_key(self) -> int:
+        # Coupled: the verifier's own noise, whatever happens to the tail. Rejection: a draw that was lost is made anew with fresh noise.
+        if self.mode is Mode.COUPLED:
+            return noise_key(self.draft_seed)
+        return derive_key(self.draft_seed, "guess", self._num_rewinds)

@@ -1,0 +1,106 @@
+"""Who holds which block of the KV pool: a free list and a reference count per block. It does not know what a block contains."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from shared.errors import OutOfBlocks
+
+
+class BrokenInvariant(AssertionError):
+    """The books of the block pool do not balance; the text names the invariant."""
+
+
+class BlockAllocator:
+    """Hands out blocks of a fixed pool, the last one released first, so that warm memory is used again.
+
+    Args:
+        num_blocks: size of the pool; ids are 0 to num_blocks - 1.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} blocks of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._reference_counts = [0] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one holder."""
+        return self.num_blocks - len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks `num_tokens` tokens fill, the last one perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Takes blocks, each with one holder.
+
+        Raises:
+            OutOfBlocks: fewer are free; nothing was taken.
+        """
+        if num_blocks < 0:
+            raise ValueError(f"cannot allocate {num_blocks} blocks")
+        if num_blocks > len(self._free):
+            raise OutOfBlocks(f"{num_blocks} blocks wanted, {len(self._free)} of {self.num_blocks} free")
+        blocks = [self._free.pop() for _ in range(num_blocks)]
+        for block in blocks:
+            self._reference_counts[block] = 1
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Adds one holder to each of the blocks.
+
+        Raises:
+            BrokenInvariant: one of them has no holder, so its content is nobody's; nothing was changed.
+        """
+        self._check_held(blocks, "shared")
+        for block in blocks:
+            self._reference_counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Takes one holder from each of the blocks; the ones without any become free.
+
+        Raises:
+            BrokenInvariant: one of them would be released more often than it is held; nothing was changed.
+        """
+        self._check_held(blocks, "released")
+        # From the end, so that the next owner gets the blocks in the order in which this one had them.
+        for block in reversed(blocks):
+            self._reference_counts[block] -= 1
+            if self._reference_counts[block] == 0:
+                self._free.append(block)
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Compares the books with the block tables of all holders. Cheap enough to run when the engine is idle.
+
+        Args:
+            tables: the block table of every live holder.
+
+        Raises:
+            BrokenInvariant: they differ.
+        """
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise BrokenInvariant("a block is free at most once: the free list repeats a block")
+        held = {block for block, count in enumerate(self._reference_counts) if count > 0}
+        if len(free) + len(held) != self.num_blocks or free & held:
+            raise BrokenInvariant(f"free + used = total: {len(free)} free and {len(held)} used of {self.num_blocks} blocks")
+        holders = Counter(block for table in tables for block in table)
+        for block in holders.keys() | held:
+            count = self._reference_counts[block] if 0 <= block < self.num_blocks else 0
+            if holders[block] != count:
+                raise BrokenInvariant(f"reference count = number of tables that hold a block: block {block} is counted {count} times and held {holders[block]} times")
+
+    def _check_held(self, blocks: Sequence[int], verb: str) -> None:
+        for block, times in Counter(blocks).items():
+            count = self._reference_counts[block] if 0 <= block < self.num_blocks else 0
+            if count == 0 or (verb == "released" and times > count):
+                raise BrokenInvariant(f"only a held block can be {verb}: block {block} has {count} holders")

@@ -1,0 +1,258 @@
+"""A verifier engine and any number of drafters in one process, on virtual time: events, links with delay and faults, no threads.
+
+The engine and the drafters are the real ones. Each actor has its own clock: a forward pass moves it on by what the pass is said to take, and
+what the actor sends leaves when its step ends.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shared.engine.block_allocator import BlockAllocator
+from shared.engine.model_loader import LoadedModel
+from shared.engine.model_runner import ModelRunner
+from shared.link import FromDrafter, Hello, ProposalBatch, StepBatch, Welcome
+from shared.sampling import Mode
+from verifier_service.engine import Engine, EngineLimits, StepOutput
+from verifier_service.request import Emission, Request
+from verifier_service.scheduler import SchedulerLimits
+
+
+class DrafterLike(Protocol):
+    """What the pair needs of a drafter; `draft_service.drafter.Drafter` has it, and so have the liars of the tests."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def attach(self, welcome: Welcome) -> None: ...
+    def apply(self, batch: StepBatch) -> None: ...
+    def step(self) -> Sequence[FromDrafter]: ...
+    def reset(self) -> None: ...
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# Given a message, the delays in seconds at which copies of it arrive: one entry is the normal case, none is loss, two a duplicate.
+Carrier = Callable[[object], Sequence[float]]
+
+
+def delay(seconds: float) -> Carrier:
+    return lambda message: (seconds,)
+
+
+@dataclass
+class Host:
+    """A drafter on its own virtual machine."""
+
+    drafter: DrafterLike
+    clock: Clock
+    link: int
+    to_drafter: Carrier
+    to_verifier: Carrier
+    alive: bool = True
+    frozen: bool = False
+    waiting: list[StepBatch] = field(default_factory=list)
+    busy: bool = False
+
+
+class TimedRunner:
+    """A model runner whose forward passes take virtual time."""
+
+    def __init__(self, runner: ModelRunner, clock: Clock, seconds: float, seconds_per_token: float = 0.0) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._seconds = seconds
+        self._seconds_per_token = seconds_per_token
+        self.calls: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._runner, name)
+
+    def forward(self, spans):
+        num_tokens = sum(len(span.token_ids) for span in spans)
+        self.calls.append(num_tokens)
+        self._clock.now += self._seconds + self._seconds_per_token * num_tokens
+        return self._runner.forward(spans)
+
+
+class VirtualPair:
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_running: int = 16,
+        max_step_tokens: int = 64,
+        max_draft_tokens: int = 4,
+        window: int = 8,
+        vocab_size: int | None = None,
+        scorer: str = "expanded",
+        step_s: float = 0.030,
+        entropy: Callable[[], int] | None = None,
+    ) -> None:
+        self.clock = Clock()  # global time
+        self.engine_clock = Clock()
+        self.allocator = BlockAllocator(num_blocks, block_size)
+        self.model = model
+        self.vocab_size = vocab_size or model.vocab_size
+        self.max_model_len = min(model.max_model_len, num_blocks * block_size)
+        self.max_draft_tokens = max_draft_tokens
+        self.runner = TimedRunner(ModelRunner(model, num_blocks, block_size), self.engine_clock, step_s)
+        counter = itertools.count(1)
+        limits = EngineLimits(SchedulerLimits(max_running, max_step_tokens, max_draft_tokens), self.max_model_len, window)
+        self.engine = Engine(
+            self.runner, self.allocator, self.vocab_size, limits, scorer, self._tell, self.engine_clock, entropy or (lambda: next(counter))
+        )
+        self.hosts: dict[int, Host] = {}
+        self.emissions: list[Emission] = []
+        self.outputs: list[StepOutput] = []
+        self.text: dict[str, list[int]] = {}
+        self.finished: dict[str, Emission] = {}
+        self.proposal_batches: list[ProposalBatch] = []
+        self.on_step: Callable[[], None] = lambda: None
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._arrived: list[tuple[float, int, FromDrafter]] = []
+        self._engine_busy = False
+        self._links = itertools.count(1)
+
+    # -- what a test does
+
+    def submit(self, request: Request) -> None:
+        self.text[request.request_id] = []
+        self.engine_clock.now = max(self.engine_clock.now, self.clock.now)
+        self.engine.submit(request)
+        self._at(self.clock.now, self._wake_engine)
+
+    def cancel(self, request_id: str) -> None:
+        self.engine.cancel(request_id)
+
+    def attach(
+        self,
+        drafter: DrafterLike,
+        clock: Clock | None = None,
+        *,
+        name: str = "drafter",
+        capacity: int = 16,
+        modes: tuple[Mode, ...] = (Mode.COUPLED, Mode.REJECTION),
+        to_drafter: Carrier = delay(0.001),
+        to_verifier: Carrier = delay(0.001),
+    ) -> Host:
+        link = next(self._links)
+        host = Host(drafter, clock or Clock(), link, to_drafter, to_verifier)
+        self.hosts[link] = host
+        drafter.attach(Welcome(self.vocab_size, 64, 64, self.max_model_len))
+        self.engine.speculation.attach(link, Hello(1, f"{name}-{link}", name, "", modes, capacity), self.clock.now)
+        self._at(self.clock.now, self._wake_engine)
+        return host
+
+    def kill(self, host: Host) -> None:
+        host.alive = False
+        self.hosts.pop(host.link, None)
+        host.drafter.reset()
+        self.engine.speculation.detach(host.link, self.clock.now)
+
+    def freeze(self, host: Host) -> None:
+        host.frozen = True
+
+    def thaw(self, host: Host) -> None:
+        host.frozen = False
+        self._at(self.clock.now, lambda: self._wake_drafter(host))
+
+    def at(self, seconds: float, action: Callable[[], None]) -> None:
+        self._at(seconds, action)
+
+    def run(self, *requests: Request, max_events: int = 200_000) -> dict[str, list[int]]:
+        """Runs until all requests have ended."""
+        for request in requests:
+            self.submit(request)
+        for _ in range(max_events):
+            if not self.engine.has_work and all(name in self.finished for name in self.text):
+                return self.text
+            if not self._events:
+                raise AssertionError("the pair is stuck: nothing will ever happen again")
+            self.clock.now, _, action = heapq.heappop(self._events)
+            action()
+        raise AssertionError("the pair makes no progress")
+
+    # -- events
+
+    def _at(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (max(seconds, self.clock.now), next(self._order), action))
+
+    def _wake_engine(self) -> None:
+        if self._engine_busy:
+            return
+        now = self.clock.now
+        self.engine_clock.now = max(self.engine_clock.now, now)
+        arrived, self._arrived = self._arrived, []
+        for at, link, frame in arrived:
+            self.engine.speculation.receive(link, frame, at, overlapped=at < self.engine.last_step_ended)
+        if not self.engine.has_work:
+            return
+        until = self.engine.wait_until(now)
+        if until > now:
+            self._at(until, self._wake_engine)
+            return
+        output = self.engine.step(now)
+        self.on_step()
+        self._engine_busy = True
+        self._at(self.engine_clock.now, lambda: self._step_ended(output))
+
+    def _step_ended(self, output: StepOutput) -> None:
+        self._engine_busy = False
+        self.outputs.append(output)
+        for emission in output.emissions:
+            self.emissions.append(emission)
+            self.text[emission.request_id].extend(emission.token_ids)
+            if emission.finish is not None or emission.error is not None:
+                self.finished[emission.request_id] = emission
+        self._wake_engine()
+
+    def _tell(self, link: int, batch: StepBatch) -> None:
+        host = self.hosts.get(link)
+        if host is not None:
+            for seconds in host.to_drafter(batch):
+                self._at(self.engine_clock.now + seconds, lambda: self._batch_arrives(host, batch))
+
+    def _batch_arrives(self, host: Host, batch: StepBatch) -> None:
+        if host.alive:
+            host.waiting.append(batch)
+            self._wake_drafter(host)
+
+    def _wake_drafter(self, host: Host) -> None:
+        if host.busy or host.frozen or not host.alive:
+            return
+        host.clock.now = max(host.clock.now, self.clock.now)
+        waiting, host.waiting = host.waiting, []
+        for batch in waiting:
+            host.drafter.apply(batch)
+        if not host.drafter.has_work:
+            return
+        frames = host.drafter.step()
+        host.busy = True
+        self._at(host.clock.now, lambda: self._drafter_ended(host, frames))
+
+    def _drafter_ended(self, host: Host, frames: Iterable[FromDrafter]) -> None:
+        host.busy = False
+        if not host.alive:
+            return
+        for frame in frames:
+            if isinstance(frame, ProposalBatch):
+                self.proposal_batches.append(frame)
+            for seconds in host.to_verifier(frame):
+                self._at(self.clock.now + seconds, lambda frame=frame: self._frame_arrives(host, frame))
+        self._wake_drafter(host)
+
+    def _frame_arrives(self, host: Host, frame: FromDrafter) -> None:
+        if host.alive:
+            self._arrived.append((self.clock.now, host.link, frame))
+            self._wake_engine()

@@ -1,0 +1,95 @@
+"""Who drafts for whom, and when a drafter is no longer asked."""
+
+from shared.link import Commit, Hello
+from shared.sampling import Mode
+from verifier_service.drafters import Drafters
+
+
+def hello(name: str, capacity: int = 4, modes: tuple[Mode, ...] = (Mode.COUPLED,)) -> Hello:
+    return Hello(1, name, name, "", modes, capacity)
+
+
+def told(drafter, step: int, now: float) -> None:
+    drafter.commits.append(Commit(1, 1, 0, (1,), 8))
+    drafter.take_batch(step, now)
+
+
+def test_the_drafter_with_most_room_is_chosen():
+    drafters = Drafters()
+    drafters.attach(1, hello("small", 1), 0.0)
+    drafters.attach(2, hello("large", 9), 0.0)
+    assert drafters.choose(Mode.COUPLED, None, set(), 0.0).link == 2
+
+
+def test_the_preferred_one_is_chosen_while_it_has_room():
+    drafters = Drafters()
+    small = drafters.attach(1, hello("small", 1), 0.0)
+    drafters.attach(2, hello("large", 9), 0.0)
+    assert drafters.choose(Mode.COUPLED, "small", set(), 0.0) is small
+    small.sequences.add(7)
+    assert drafters.choose(Mode.COUPLED, "small", set(), 0.0).link == 2
+
+
+def test_one_that_cannot_do_the_mode_or_declined_is_not_chosen():
+    drafters = Drafters()
+    drafters.attach(1, hello("a"), 0.0)
+    assert drafters.choose(Mode.REJECTION, None, set(), 0.0) is None
+    assert drafters.choose(Mode.COUPLED, None, {1}, 0.0) is None
+
+
+def test_one_that_owes_an_answer_for_too_long_is_suspended_and_tried_again_with_one_sequence():
+    drafters = Drafters()
+    drafter = drafters.attach(1, hello("a"), 0.0)
+    told(drafter, 1, 0.0)
+    assert drafters.suspend_hung(1.0) == []
+    assert drafters.suspend_hung(5.1) == [drafter]
+    assert drafters.choose(Mode.COUPLED, None, set(), 5.2) is None
+    assert drafters.choose(Mode.COUPLED, None, set(), 6.2) is drafter
+    drafter.sequences.add(1)
+    assert drafters.choose(Mode.COUPLED, None, set(), 6.3) is None
+
+
+def test_each_failed_probe_doubles_the_time_to_the_next():
+    drafters = Drafters()
+    drafter = drafters.attach(1, hello("a"), 0.0)
+    told(drafter, 1, 0.0)
+    drafters.suspend_hung(10.0)
+    drafter.sequences.add(1)
+    told(drafter, 2, 12.0)
+    drafters.suspend_hung(20.0)
+    assert drafter.suspended_until == 22.0
+
+
+def test_waits_in_vain_open_the_circuit_early():
+    drafters = Drafters()
+    drafter = drafters.attach(1, hello("a"), 0.0)
+    told(drafter, 1, 0.0)
+    drafter.vain_waits = 3
+    assert drafters.suspend_hung(0.1) == [drafter]
+
+
+def test_an_answer_closes_the_circuit():
+    drafters = Drafters()
+    drafter = drafters.attach(1, hello("a"), 0.0)
+    told(drafter, 1, 0.0)
+    drafters.suspend_hung(10.0)
+    drafter.answer(1, idle=False, num_guesses=1, now=10.5)
+    assert drafters.choose(Mode.COUPLED, None, set(), 10.6) is drafter
+
+
+def test_an_answer_to_a_step_never_told_counts_for_the_last_told_one():
+    drafter = Drafters().attach(1, hello("a"), 0.0)
+    told(drafter, 3, 1.0)
+    drafter.answer(2**60, idle=True, num_guesses=0, now=1.5)
+    assert (drafter.heard_step, drafter.owes_answer) == (3, False)
+    told(drafter, 4, 2.0)
+    assert drafter.owes_answer
+
+
+def test_turnaround_and_gap_are_measured():
+    drafter = Drafters().attach(1, hello("a"), 0.0)
+    told(drafter, 1, 1.0)
+    drafter.answer(1, idle=False, num_guesses=1, now=1.25)
+    drafter.answer(1, idle=False, num_guesses=2, now=1.35)
+    assert drafter.timing.turnaround_s == 0.25
+    assert abs(drafter.timing.gap_s - 0.05) < 1e-9

@@ -1,0 +1,1 @@
+"""Scripts of development. The product imports none of them."""

@@ -1,0 +1,164 @@
+"""The attached draft services: which sequences each drafts for, what it is to be told, how fast it answers.
+
+State of the engine thread. It knows sequence numbers and link values, not tensors, tokens' meaning or gRPC.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shared.link import Begin, Commit, End, Hello, StepBatch
+from shared.sampling import Mode
+from verifier_service.stats import LinkCounters
+
+_DECAY = 0.2  # weight of a new sample in the running means
+_MAX_VAIN_WAITS = 3
+_HANG_S = 5.0  # no answer to a step for this long: the circuit opens even if nobody waited. A draft step of a long catch-up is shorter.
+_FIRST_PROBE_S = 1.0
+_MAX_PROBE_S = 60.0
+
+
+@dataclass(slots=True)
+class Timing:
+    """How fast a drafter answers; running means in seconds. Until something is measured, None: worth one bounded wait."""
+
+    turnaround_s: float | None = None
+    gap_s: float | None = None
+
+    def observe_turnaround(self, seconds: float) -> None:
+        """From telling a step to the first answer that knows it."""
+        self.turnaround_s = _mean(self.turnaround_s, seconds)
+
+    def observe_gap(self, seconds: float) -> None:
+        """Between two guesses of a sequence."""
+        self.gap_s = _mean(self.gap_s, seconds)
+
+
+def _mean(mean: float | None, sample: float) -> float:
+    return sample if mean is None else mean + _DECAY * (sample - mean)
+
+
+@dataclass(slots=True)
+class Drafter:
+    """One attached draft service.
+
+    Args:
+        link: number of its stream, never reused.
+        hello: how it introduced itself.
+        capacity: sequences it can serve; may change at any time.
+        sequences: those it serves.
+        told_step: last step it was told about, and when.
+        heard_step: last step that went into an answer.
+        heard_at: when the last answer came.
+        idle: it has said that nothing more follows until the next step.
+        vain_waits: waits in a row that brought nothing.
+        suspended_until: set while its circuit is open: when one sequence may be tried again.
+    """
+
+    link: int
+    hello: Hello
+    capacity: int
+    heard_at: float
+    sequences: set[int] = field(default_factory=set)
+    told_step: int = 0
+    told_at: float = 0.0
+    heard_step: int = 0
+    idle: bool = False
+    vain_waits: int = 0
+    suspended_until: float | None = None
+    probe_s: float = _FIRST_PROBE_S
+    timing: Timing = field(default_factory=Timing)
+    counters: LinkCounters = field(default_factory=LinkCounters)
+    round_trip_s: float | None = None
+    begins: list[Begin] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+
+    @property
+    def free(self) -> int:
+        """Sequences it could take on."""
+        return self.capacity - len(self.sequences)
+
+    @property
+    def owes_answer(self) -> bool:
+        """Whether it was told something that it has not answered."""
+        return self.heard_step < self.told_step
+
+    def take_batch(self, step: int, now: float) -> StepBatch | None:
+        """What it is to be told of this step; None if nothing."""
+        if not (self.begins or self.commits or self.ends):
+            return None
+        batch = StepBatch(step, tuple(self.begins), tuple(self.commits), tuple(self.ends))
+        self.begins, self.commits, self.ends = [], [], []
+        if batch.begins or batch.commits:  # an end alone asks for no answer
+            if not self.owes_answer:
+                self.told_at = now
+            self.told_step, self.idle = step, False
+        return batch
+
+    def answer(self, step: int, idle: bool, num_guesses: int, now: float) -> None:
+        """Takes note of an answer that knows `step`."""
+        if self.owes_answer and step >= self.told_step:
+            self.timing.observe_turnaround(now - self.told_at)
+        elif num_guesses:
+            self.timing.observe_gap((now - self.heard_at) / num_guesses)
+        self.heard_step, self.heard_at = max(self.heard_step, min(step, self.told_step)), now
+        self.idle = idle and not self.owes_answer
+        self.vain_waits = 0
+        self.suspended_until, self.probe_s = None, _FIRST_PROBE_S
+
+    def is_hung(self, now: float) -> bool:
+        """Whether it owes an answer for too long, or has let the verifier wait in vain too often."""
+        return self.owes_answer and (self.vain_waits >= _MAX_VAIN_WAITS or now - self.told_at > _HANG_S)
+
+
+class Drafters:
+    """All attached draft services, and who drafts for which sequence."""
+
+    def __init__(self) -> None:
+        self._by_link: dict[int, Drafter] = {}
+
+    def __iter__(self) -> Iterator[Drafter]:
+        """In the order they attached."""
+        return iter(list(self._by_link.values()))
+
+    def __len__(self) -> int:
+        """How many are attached."""
+        return len(self._by_link)
+
+    def get(self, link: int | None) -> Drafter | None:
+        """The one on this link, if it is still attached."""
+        return self._by_link.get(link) if link is not None else None
+
+    def attach(self, link: int, hello: Hello, now: float) -> Drafter:
+        """Adds one."""
+        drafter = Drafter(link, hello, hello.capacity, now)
+        self._by_link[link] = drafter
+        return drafter
+
+    def detach(self, link: int) -> Drafter | None:
+        """Removes one; its sequences are its caller's to hand over."""
+        return self._by_link.pop(link, None)
+
+    def choose(self, mode: Mode, preferred: str | None, declined: set[int], now: float) -> Drafter | None:
+        """The drafter for a sequence: the preferred one if it has room, else the one with most room."""
+        able = [d for d in self._by_link.values() if d.free > 0 and mode in d.hello.modes and d.link not in declined and self._may_try(d, now)]
+        wanted = [d for d in able if preferred in (d.hello.instance_id, d.hello.name)]
+        return max(wanted or able, key=lambda drafter: drafter.free, default=None)
+
+    def suspend_hung(self, now: float) -> list[Drafter]:
+        """Opens the circuit of those that do not answer; their sequences are the caller's to hand over."""
+        hung = [d for d in self._by_link.values() if d.is_hung(now) and (d.suspended_until is None or d.sequences)]
+        for drafter in hung:
+            drafter.suspended_until = now + drafter.probe_s
+            drafter.probe_s = min(2 * drafter.probe_s, _MAX_PROBE_S)
+            drafter.vain_waits = 0
+        return hung
+
+    @staticmethod
+    def _may_try(drafter: Drafter, now: float) -> bool:
+        # Half open: one sequence at a time finds out whether it answers again.
+        if drafter.suspended_until is None:
+            return True
+        return now >= drafter.suspended_until and not drafter.sequences
+
+

@@ -1,0 +1,215 @@
+"""The verifier's step: schedule, expand, forward, contract, verify, commit. It knows no gRPC and no text; clocks are passed in."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from shared.engine.block_allocator import BlockAllocator
+from shared.engine.model_runner import ModelRunner
+from shared.errors import EngineFailure
+from shared.link import EndReason, StepBatch
+from verifier_service.expansion import Scorer
+from verifier_service.generation import Generation, new_generation
+from verifier_service.request import Emission, Request
+from verifier_service.scheduler import Scheduled, Scheduler, SchedulerLimits
+from verifier_service.scoring import Scores, Scoring
+from verifier_service.speculation import Speculation
+from verifier_service.stats import StepStats
+from verifier_service.stopping import find_stop
+from verifier_service.verdict import Verdict
+
+_log = logging.getLogger(__name__)
+_DECAY = 0.2  # weight of a new sample in the running mean of the step's time
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What the engine may do in a step, and how long a sequence may grow.
+
+    Args:
+        scheduler: running requests, tokens and guesses in a step.
+        max_model_len: longest sequence; never more than the KV pool holds.
+        window: most tokens beyond the committed ones that a drafter may have sent.
+    """
+
+    scheduler: SchedulerLimits
+    max_model_len: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step hands out, as one batch: what it gave the requests, and numbers about it."""
+
+    emissions: tuple[Emission, ...]
+    stats: StepStats
+
+
+class Engine:
+    """All live requests and what moves them on. Touched by one thread.
+
+    Args:
+        runner: the target model and its KV.
+        allocator: blocks of that KV.
+        vocab_size: ids of the target's tokenizer.
+        limits: see `EngineLimits`.
+        scorer: name of the scorer, `expanded` or `multi_query`.
+        tell: takes (link, batch) on its way to a drafter; must not block.
+        clock: monotonic seconds.
+        entropy: private uint64s, for rejection mode's noise.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        allocator: BlockAllocator,
+        vocab_size: int,
+        limits: EngineLimits,
+        scorer: Scorer,
+        tell: Callable[[int, StepBatch], None],
+        clock: Callable[[], float],
+        entropy: Callable[[], int],
+    ) -> None:
+        self._allocator = allocator
+        self._vocab_size = vocab_size
+        self._max_model_len = limits.max_model_len
+        self._clock = clock
+        self._entropy = entropy
+        self._live: dict[int, Generation] = {}
+        self._numbers: dict[str, int] = {}
+        self._next_number = 1
+        self._scheduler = Scheduler(allocator, limits.scheduler)
+        self._scoring = Scoring(runner, vocab_size, scorer)
+        self.speculation = Speculation(self._live, tell, limits.window, limits.scheduler.max_draft_tokens)
+        self._last_step_ended = clock()
+        self._plain_step_s: float | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._live or self.speculation.has_news)
+
+    @property
+    def last_step_ended(self) -> float:
+        """When the last step ended: a guess that arrived before that arrived while it was computed."""
+        return self._last_step_ended
+
+    def submit(self, request: Request) -> None:
+        """Takes a request in. Its first tokens come with one of the next steps."""
+        stopping = request.stopping
+        room = self._max_model_len - len(request.prompt_ids)
+        request = replace(request, stopping=replace(stopping, max_tokens=min(stopping.max_tokens, room)))
+        generation = new_generation(self._next_number, request, self._vocab_size, self._entropy(), self._clock())
+        self._next_number += 1
+        self._live[generation.number] = generation
+        self._numbers[request.request_id] = generation.number
+        self._scheduler.add(generation)
+        self.speculation.assign(self._clock())
+
+    def cancel(self, request_id: str) -> None:
+        """Forgets a request, if it is still there, and frees its blocks."""
+        number = self._numbers.get(request_id)
+        if number is not None:
+            self._end(self._live[number], EndReason.CANCELLED)
+
+    def wait_until(self, now: float) -> float:
+        """Time until which the next step had better wait for guesses; in the past if it should not."""
+        if self.speculation.has_news:
+            return now
+        decoding = [generation for generation in self._scheduler.running if generation.num_pending == 1]
+        num_others = self._scheduler.num_running - len(decoding) + self._scheduler.num_waiting
+        return self.speculation.wait_until(decoding, num_others, self._plain_step_s, self._last_step_ended)
+
+    def step(self, now: float) -> StepOutput:
+        """Runs one step: every scheduled request gets a chunk of its prompt done, or one to K+1 tokens."""
+        self.speculation.step_starts()
+        self.speculation.assign(now)
+        self.speculation.flush(now)
+        num_preempted = self._scheduler.num_preempted
+        plan = self._scheduler.schedule()
+        queue_s = tuple(now - part.generation.arrived_at for part in plan if not part.generation.scheduled_before)
+        verdicts = self._score(plan)
+        emissions = self._commit(plan, verdicts)
+        ended = self._clock()
+        self.speculation.assign(ended)
+        self.speculation.flush(ended)
+        num_prefill = sum(part.num_tokens for part in plan if part.num_tokens > 1 or not part.is_terminal)
+        if plan and not num_prefill:
+            self._observe_plain_step(ended - now)
+        stats = StepStats(
+            seconds=ended - now,
+            waited_seconds=max(0.0, now - self._last_step_ended) if plan and not queue_s else 0.0,
+            decode_rows=sum(part.num_tokens + part.num_guesses for part in plan) - num_prefill,
+            prefill_tokens=num_prefill,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            preempted=self._scheduler.num_preempted - num_preempted,
+            free_blocks=self._allocator.num_free,
+            used_blocks=self._allocator.num_used,
+            queue_seconds=queue_s,
+        )
+        self._last_step_ended = ended
+        return StepOutput(tuple(emissions), stats)
+
+    def check_integrity(self) -> None:
+        """Checks that blocks held by sequences and free blocks are all blocks, each counted once."""
+        self._allocator.check_integrity([generation.sequence.block_table for generation in self._live.values()])
+
+    def _score(self, plan: Sequence[Scheduled]) -> list[Scores]:
+        try:
+            return self._scoring.score(plan) if plan else []
+        except Exception:  # the step's boundary: a fault in the model fails who was in the step, never the engine
+            _log.exception("step failed", extra={"requests": [part.generation.request.request_id for part in plan]})
+            return [EngineFailure("the step failed")] * len(plan)
+
+    def _commit(self, plan: Sequence[Scheduled], verdicts: Sequence[Scores]) -> list[Emission]:
+        emissions = []
+        for part, verdict in zip(plan, verdicts, strict=True):
+            generation = part.generation
+            generation.scheduled_before = True
+            if isinstance(verdict, EngineFailure):
+                emissions.append(Emission(generation.request.request_id, error=verdict))
+                self._end(generation, EndReason.CANCELLED)
+                continue
+            generation.sequence.kv_len += part.num_tokens
+            if verdict is not None:
+                emissions.append(self._append(part, verdict))
+        return emissions
+
+    def _append(self, part: Scheduled, verdict: Verdict) -> Emission:
+        generation = part.generation
+        base_length = len(generation.committed)
+        stop = find_stop(verdict.token_ids, generation.num_generated, generation.request.stopping)
+        num_kept = stop.num_kept if stop is not None else len(verdict.token_ids)
+        token_ids = verdict.token_ids[:num_kept]
+        accepted = min(verdict.accepted, num_kept)
+        drafted = min(part.num_guesses, num_kept) if stop is not None else part.num_guesses
+        overlapped = any(generation.guesses.overlapped[: part.num_guesses])
+        generation.committed.extend(token_ids)
+        # Setting the length is the whole rollback: KV beyond it is overwritten before anything reads it.
+        generation.sequence.kv_len = base_length + min(verdict.accepted, num_kept - 1)
+        if part.num_guesses:
+            generation.acceptance.observe(accepted, drafted)
+        if stop is None:
+            self.speculation.committed(generation, base_length, accepted, token_ids)
+        else:
+            self._end(generation, EndReason.FINISHED)
+        return Emission(
+            request_id=generation.request.request_id,
+            token_ids=token_ids,
+            accepted=accepted,
+            drafted=drafted,
+            discarded=part.num_guesses - drafted,
+            overlapped=overlapped,
+            finish=stop.reason if stop is not None else None,
+            matched_id=stop.matched_id if stop is not None else None,
+        )
+
+    def _end(self, generation: Generation, reason: EndReason) -> None:
+        self._scheduler.remove(generation)
+        self.speculation.ended(generation, reason)
+        del self._live[generation.number], self._numbers[generation.request.request_id]
+
+    def _observe_plain_step(self, seconds: float) -> None:
+        mean = self._plain_step_s
+        self._plain_step_s = seconds if mean is None else mean + _DECAY * (seconds - mean)

@@ -1,0 +1,115 @@
+"""A request while it lives in the engine: its sequence, its guesses, its keys. It does not know the model or the link."""
+
+from dataclasses import dataclass, field
+
+from shared.engine.sequence import Sequence
+from shared.noise import derive_key, noise_key
+from shared.sampling import Mode, Pick, TokenRules
+from verifier_service.guesses import GuessBuffer
+from verifier_service.rejection import RejectionKeys
+from verifier_service.request import Request
+
+_DECAY = 0.9  # of the acceptance estimate, per round
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Decayed count of accepted guesses and of tries, one try per guess up to the first rejected one. The prior is 1 in 2."""
+
+    accepted: float = 1.0
+    tried: float = 2.0
+
+    @property
+    def rate(self) -> float:
+        """Chance that a guess is accepted given that those before it were."""
+        return self.accepted / self.tried
+
+    def observe(self, num_accepted: int, num_scored: int) -> None:
+        """Takes note of a committed round."""
+        self.accepted = _DECAY * self.accepted + num_accepted
+        self.tried = _DECAY * self.tried + num_accepted + (num_accepted < num_scored)
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One live request.
+
+    Args:
+        number: its sequence number on the links, never reused.
+        request: what was asked.
+        rules: how its tokens are picked.
+        draft_seed: what its drafter draws with.
+        rejection_keys: set in rejection mode unless greedy, which needs no ratio test.
+        arrived_at: when it was submitted, on the engine's clock, in seconds.
+        sequence: committed tokens and their KV.
+        guesses: what its drafter has proposed.
+        drafter: the link that drafts for it, if any.
+        declined: links that will not.
+        scheduled_before: whether it has ever been run.
+        acceptance: running estimate of the chance that a guess is accepted, from committed rounds only.
+    """
+
+    number: int
+    request: Request
+    rules: TokenRules
+    draft_seed: int
+    rejection_keys: RejectionKeys | None
+    arrived_at: float
+    sequence: Sequence
+    guesses: GuessBuffer
+    drafter: int | None = None
+    declined: set[int] = field(default_factory=set)
+    scheduled_before: bool = False
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    @property
+    def committed(self) -> list[int]:
+        """Prompt and output so far."""
+        return self.sequence.token_ids
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens so far, resumed ones included."""
+        return len(self.committed) - len(self.request.prompt_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens without KV: 1 when it decodes, more while it prefills."""
+        return len(self.committed) - self.sequence.kv_len
+
+    @property
+    def room(self) -> int:
+        """Guesses that could still be of use: the target's own token comes after them."""
+        return max(0, self.request.stopping.max_tokens - self.num_generated - 1)
+
+    @property
+    def wants_drafter(self) -> bool:
+        """Whether guesses may be used at all."""
+        return self.request.max_draft_tokens > 0
+
+    def picks(self, num_guesses: int) -> list[Pick]:
+        """What each of the rows 0..num_guesses picks from its logits."""
+        key = noise_key(self.request.seed)
+        guesses = self.guesses.token_ids
+        return [Pick(self.rules, key, self.committed, guesses[:row]) for row in range(num_guesses + 1)]
+
+
+def new_generation(number: int, request: Request, vocab_size: int, nonce: int, now: float) -> Generation:
+    """Builds a live request.
+
+    Args:
+        number: its sequence number.
+        request: a validated request.
+        vocab_size: ids of the target's tokenizer.
+        nonce: private randomness of this attempt, uint64: a repeated request must not repeat its rejection draws.
+        now: engine clock, seconds.
+    """
+    committed = [*request.prompt_ids, *request.resume_ids]
+    stopping = request.stopping
+    suppressed = tuple(sorted(stopping.eos_ids | stopping.stop_ids)) if stopping.min_tokens else ()
+    prompt_length = len(request.prompt_ids)
+    rules = TokenRules(request.sampling, prompt_length, vocab_size, suppressed, prompt_length + stopping.min_tokens)
+    by_ratio = request.mode is Mode.REJECTION and not request.sampling.is_greedy
+    keys = RejectionKeys(*(derive_key(request.seed, stream, nonce) for stream in ("accept", "residual", "plain"))) if by_ratio else None
+    draft_seed = derive_key(request.seed, "draft", nonce) if by_ratio else request.seed
+    return Generation(number, request, rules, draft_seed, keys, now, Sequence(committed), GuessBuffer(committed))
