@@ -53,15 +53,19 @@ class Client:
         self._door = 0
 
     async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Make the connection, inside the event loop that will use it; it connects when it is first needed."""
         options = list(_CHANNEL_OPTIONS)
         if self._credentials is None:
             self._channel = grpc.aio.insecure_channel(self.address, options)
         else:
             self._channel = grpc.aio.secure_channel(self.address, self._credentials, options)
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Cancel what is running and close the connection."""

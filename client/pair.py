@@ -6,13 +6,13 @@ from itertools import combinations
 
 from draft_service.config import DraftConfig
 from shared.address import dial_address, split_address
-from shared.config import Config, ConfigError, load, settings, variables
+from shared.config import Config, ConfigError, ServiceConfig, load, settings, variables
 from verifier_service.config import VerifierConfig
 
 # Any of them may stand in an environment that several parts of Outrider share; only what is in none is a mistake.
 ALL_VARIABLES = variables(VerifierConfig) | variables(DraftConfig) | {"OUTRIDER_ADDRESS", "OUTRIDER_CACHE"}
 
-_SCHEMAS = {"verifier": VerifierConfig, "draft": DraftConfig}
+_SCHEMAS: dict[str, type[ServiceConfig]] = {"verifier": VerifierConfig, "draft": DraftConfig}
 
 
 @dataclass(frozen=True, slots=True)

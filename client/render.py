@@ -96,8 +96,9 @@ def settings_help(usage: str, purpose: str, settings: Sequence[Setting]) -> Rend
     for group, rows in groupby(settings, key=lambda row: row.group):
         blocks.append(Text(f"\n{group}", style="bold"))
         for row in rows:
-            blocks.append(Text.assemble("  ", (row.flag, "bold cyan"), f"  {row.accepts}  ", (f"[{row.default}]  {row.variable}", "dim")))
+            blocks.append(Text.assemble("  ", (row.flag, "bold cyan"), f"  {row.accepts}"))
             blocks.append(Padding(Text(row.description), (0, 0, 0, 6)))
+            blocks.append(Padding(Text(f"default: {row.default}; variable: {row.variable}", style="dim"), (0, 0, 0, 6)))
     return Group(*blocks)
 
 

@@ -35,8 +35,13 @@ def children(pair: Pair) -> list[Child]:
         environment["FORCE_COLOR"] = "1"
     launch = (sys.executable, "-P", "-m", "client.cli")
     return [
-        Child("verifier", (*launch, "verifier", *pair.verifier_flags), environment, partial(_is_serving, dial_address(pair.verifier.listen))),
-        Child("draft", (*launch, "draft", *pair.draft_flags), environment, partial(_is_serving, dial_address(pair.draft.listen))),
+        Child(
+            "verifier",
+            (*launch, "verifier", *pair.verifier_flags),
+            environment,
+            partial(_is_serving, pair.verifier.listen, "outrider.v1.VerifierService"),
+        ),
+        Child("draft", (*launch, "draft", *pair.draft_flags), environment, partial(_is_serving, pair.draft.listen, "outrider.v1.DraftService")),
     ]
 
 
@@ -103,10 +108,10 @@ async def _live(supervisor: Supervisor, console: Console, hint: str) -> None:
     await supervisor.wait_until_one_dies()
 
 
-async def _is_serving(address: str) -> bool:
+async def _is_serving(address: str, service: str) -> bool:
     try:
         # A new connection each time: an old one waits longer and longer between its own attempts.
-        async with Client(address) as client:
-            return await client.health(deadline_s=2.0) == "SERVING"
+        async with Client(dial_address(address)) as client:
+            return await client.health(service, deadline_s=2.0) == "SERVING"
     except (OutriderError, TimeoutError):
         return False

@@ -2,13 +2,15 @@
 
 import socket
 import uuid
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from shared.config import MODEL, SERVING, Address, DisplayName, OptionalAddress, OptionalFile, ServiceConfig, setting
+from shared.config import MODEL, SERVING, Accepts, Address, DisplayName, OptionalAddress, OptionalFile, ServiceConfig, setting
 
 DRAFTING = "Drafting"
+
+DraftName = Annotated[str, Accepts("a hub id or directory, or empty for none")]
 
 
 def _machine_name() -> str:
@@ -18,7 +20,7 @@ def _machine_name() -> str:
 class DraftConfig(ServiceConfig):
     """Everything the draft service is told."""
 
-    draft: str = setting("", "Draft model: hub id or directory. Without one, guesses are looked up in the text itself (n-grams).", DRAFTING, "none")
+    draft: DraftName = setting("", "Draft model. Without one, guesses are looked up in the text itself (n-grams).", DRAFTING, "none")
     ngram_min: int = setting(2, "Shortest n-gram that is looked up.", DRAFTING, ge=1, le=16)
     ngram_max: int = setting(4, "Longest n-gram that is looked up; the longest match wins.", DRAFTING, ge=1, le=16)
     capacity: int = setting(64, "Most sequences to draft for at once.", DRAFTING, ge=1, le=4096)

@@ -66,6 +66,10 @@ class DraftModel:
         self._caches.pop(sequence.number).kv.release(self._allocator)
         self._count_blocks()
 
+    def cached(self, sequence: DraftSequence) -> CachedSequence:
+        """The KV of an open sequence: tokens it stands for, blocks and length. Not to be changed."""
+        return self._caches[sequence.number].kv
+
     def propose(self, requests: Sequence[tuple[DraftSequence, int]]) -> list[list[Guess] | None]:
         """Feeds each sequence what its KV lacks, in one forward, and guesses one token for those that have caught up.
 
@@ -160,7 +164,8 @@ def _guess(logits: Tensor, sequences: Sequence[DraftSequence]) -> list[Guess | N
     guesses: list[Guess | None] = [None] * len(sequences)
     for choose, rows in ((_pick, [row for row in usable if not is_drawn[row]]), (_draw, [row for row in usable if is_drawn[row]])):
         if rows:
-            for row, guess in zip(rows, choose(logits[rows], [picks[row] for row in rows]), strict=True):
+            chosen = logits if len(rows) == len(sequences) else logits[rows]  # [num_rows, draft vocabulary]
+            for row, guess in zip(rows, choose(chosen, [picks[row] for row in rows]), strict=True):
                 guesses[row] = guess
     return guesses
 

@@ -38,7 +38,7 @@ class Drafter:
         self._notices: list[FromDrafter] = []
         self._step = 0
         self._seconds = 0.0  # drafting time that no ProposalBatch has told yet
-        self._answered_at = 0.0
+        self._answered_at = 0.0  # when the last ProposalBatch went out, or when one came due
         self._has_told_idle = True
 
     @property
@@ -86,7 +86,7 @@ class Drafter:
         for commit in batch.commits:
             if commit.sequence not in ended:
                 self._commit(commit)
-        if batch.begins or batch.commits:
+        if (batch.begins or batch.commits) and self._has_told_idle:
             self._has_told_idle = False
             self._answered_at = self._clock()
 

@@ -51,9 +51,9 @@ class NgramIndex:
     def grow(self, committed: Sequence[int]) -> None:
         """Takes the tokens that are new since the last call; cost is theirs alone."""
         for n, followers in self._followers.items():
-            # n-grams that end before a token that was not there at the last call; later ones overwrite earlier ones.
+            # n-grams that end before a token that is new, paired with its position; later ones overwrite earlier ones.
             first = max(n, self._num_indexed)
-            recent = committed[first - n : -1]
+            recent = committed[first - n :]
             grams = zip(*(islice(recent, offset, None) for offset in range(n)), strict=False)
             followers.update(zip(grams, range(first, len(committed)), strict=False))
         self._num_indexed = len(committed)

@@ -69,6 +69,7 @@ class DraftSequence:
     _num_rewinds: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        """Walks the digest over what is known."""
         self.key = self._derive_key()
         self.digest = self._committed_digest = extend(extend(0, self.committed), self.tail)
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -36,7 +38,7 @@ def commit(number, base_length, token_ids, window=4, rewind=False) -> Commit:
     return Commit(number, base_length, 0, tuple(token_ids), window, rewind)
 
 
-def run(drafter) -> list:
+def run(drafter) -> list[Any]:
     frames = []
     while drafter.has_work:
         frames += drafter.step()
@@ -188,7 +190,9 @@ def test_a_second_begin_replaces_what_was_known():
     assert proposer.opened == [1]
 
 
-@pytest.mark.parametrize(("bad", "reason"), [(begin(1, ()), "without tokens"), (begin(1, (1_000,)), "no such token"), (begin(1, mode=Mode.REJECTION), "mode")])
+@pytest.mark.parametrize(
+    ("bad", "reason"), [(begin(1, ()), "without tokens"), (begin(1, (1_000,)), "no such token"), (begin(1, mode=Mode.REJECTION), "mode")]
+)
 def test_a_sequence_that_cannot_be_served_is_declined(bad, reason):
     proposer = RuleProposer(count_up, modes=(Mode.COUPLED,))
     drafter = drafter_of(proposer)
@@ -227,23 +231,34 @@ def test_a_window_of_zero_stops_drafting_until_it_opens():
     assert [proposal.start for proposal in proposals_of(run(drafter))] == [3]
 
 
+def test_a_proposal_has_no_more_guesses_than_the_verifier_takes():
+    drafter = drafter_of(NgramProposer(), welcome=Welcome(1_000, 2, 64, 1_000))
+    drafter.apply(StepBatch(1, begins=(begin(1, (1, 2, 3, 4, 5, 6, 1, 2), window=5),)))
+    assert [proposal.token_ids for proposal in proposals_of(run(drafter))] == [(3, 4), (5, 6), (1,)]
+
+
 def test_no_guess_stands_beyond_the_targets_length():
     drafter = drafter_of(RuleProposer(count_up), welcome=Welcome(1_000, 3, 64, max_model_len=5))
     drafter.apply(StepBatch(1, begins=(begin(1, window=32),)))
     assert [proposal.start for proposal in proposals_of(run(drafter))] == [3, 4]
 
 
-def test_a_long_catch_up_shows_signs_of_life_without_claiming_to_be_idle():
+@pytest.mark.parametrize("is_told_more", [False, True], ids=["silence", "a commit per step"])
+def test_a_long_catch_up_shows_signs_of_life_without_claiming_to_be_idle(is_told_more):
     clock = Clock()
-    busy_until = 1.2
 
     def slow(text, room):
         clock.now += 0.2
-        return None if clock.now < busy_until else [1]
+        return None if clock.now < 1.2 else [1]
 
     drafter = drafter_of(RuleProposer(slow), clock=clock)
     drafter.apply(StepBatch(1, begins=(begin(1, window=1),)))
-    empty, full = run(drafter)
+    frames = []
+    for step in range(2, 8):
+        frames += drafter.step()
+        if is_told_more:
+            drafter.apply(StepBatch(step, commits=(commit(1, 1 + step, (9,), window=1),)))
+    empty, full = frames
     assert (empty.proposals, empty.idle) == ((), False)
     assert proposals_of([full])
     assert full.idle
@@ -273,6 +288,9 @@ def test_a_lost_link_forgets_everything_and_frees_the_proposer():
     assert run(drafter) == [Resync(2), ProposalBatch(1, 0.0, (), idle=True)]
 
 
+RANDOM = st.randoms(use_true_random=False)
+
+
 class Mirror:
     """What a verifier knows of one sequence: the committed text and the guesses it was sent."""
 
@@ -290,7 +308,7 @@ class DrafterMachine(RuleBasedStateMachine):
     """Any order of begin, commit, end, rewind, replay, merge and step leaves drafter and verifier with the same picture."""
 
     @initialize()
-    def start(self):
+    def start(self) -> None:
         self.clock = Clock()
         self.drafter = drafter_of(RuleProposer(moody), capacity=3, clock=self.clock)
         self.mirrors: dict[int, Mirror] = {}
@@ -309,7 +327,7 @@ class DrafterMachine(RuleBasedStateMachine):
             self.mirrors[number] = Mirror(list(token_ids), window)
 
     @precondition(lambda self: self.mirrors)
-    @rule(pick=st.randoms(use_true_random=False), agreeing=st.integers(0, 6), own=st.lists(st.integers(0, 2), max_size=3), window=st.integers(0, 6), rewind=st.booleans())
+    @rule(pick=RANDOM, agreeing=st.integers(0, 6), own=st.lists(st.integers(0, 2), max_size=3), window=st.integers(0, 6), rewind=st.booleans())
     def commit_next(self, pick, agreeing, own, window, rewind):
         number = pick.choice(sorted(self.mirrors))
         mirror = self.mirrors[number]
@@ -321,7 +339,7 @@ class DrafterMachine(RuleBasedStateMachine):
         self.epoch += rewind
 
     @precondition(lambda self: self.mirrors)
-    @rule(pick=st.randoms(use_true_random=False), length=st.integers(0, 3))
+    @rule(pick=RANDOM, length=st.integers(0, 3))
     def replay_old_commit(self, pick, length):
         number = pick.choice(sorted(self.mirrors))
         committed = self.mirrors[number].committed
@@ -330,7 +348,7 @@ class DrafterMachine(RuleBasedStateMachine):
         self.tell(commits=(commit(number, base, committed[base : base + length], window=0, rewind=True),))
 
     @precondition(lambda self: self.mirrors)
-    @rule(pick=st.randoms(use_true_random=False), token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    @rule(pick=RANDOM, token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=6))
     def begin_again(self, pick, token_ids):
         number = pick.choice(sorted(self.mirrors))
         self.tell(begins=(begin(number, token_ids, window=4),))
@@ -338,14 +356,14 @@ class DrafterMachine(RuleBasedStateMachine):
         self.epoch += 1
 
     @precondition(lambda self: self.mirrors)
-    @rule(pick=st.randoms(use_true_random=False))
+    @rule(pick=RANDOM)
     def end(self, pick):
         number = pick.choice(sorted(self.mirrors))
         self.tell(ends=(End(number, EndReason.FINISHED),))
         del self.mirrors[number]
 
     @precondition(lambda self: self.mirrors)
-    @rule(pick=st.randoms(use_true_random=False))
+    @rule(pick=RANDOM)
     def lose(self, pick):
         number = pick.choice(sorted(self.mirrors))
         self.tell(commits=(commit(number, len(self.mirrors[number].committed) + 1, (0,)),))

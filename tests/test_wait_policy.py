@@ -1,38 +1,48 @@
-"""The rule for waiting: bounded, adapted to what was measured, and never for nothing."""
+"""The rule for waiting: adapted to what was measured, and never for nothing."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_service.wait_policy import num_sequences_to_serve, num_worth_waiting_for, wait_limit_s
+from verifier_service.wait_policy import num_sequences_to_serve, num_worth_ahead, num_worth_in_lock_step, pays_to_wait
 
 seconds = st.floats(1e-4, 1.0)
 
 
-def test_guesses_that_are_never_accepted_are_not_waited_for_on_one_machine():
-    assert num_worth_waiting_for(0.0, gap_s=0.01, step_s=0.1, max_guesses=8, runs_ahead=False) == 0
+def test_guesses_that_are_never_accepted_are_not_waited_for():
+    assert num_worth_in_lock_step(0.0, turnaround_s=0.001, gap_s=0.001, step_s=0.1, max_guesses=8) == 0
+    assert not pays_to_wait(0.0, due_s=0.001, gap_s=0.001, step_s=0.1, num_worth=1, max_guesses=8)
 
 
-def test_cheap_and_good_guesses_are_all_waited_for_on_one_machine():
-    assert num_worth_waiting_for(0.9, gap_s=0.001, step_s=0.1, max_guesses=8, runs_ahead=False) == 8
+def test_cheap_and_good_guesses_are_all_waited_for_in_lock_step():
+    assert num_worth_in_lock_step(0.9, turnaround_s=0.001, gap_s=0.001, step_s=0.1, max_guesses=8) == 8
 
 
-def test_on_one_machine_one_more_guess_is_awaited_while_it_pays():
-    # Brute force: the count that gives most tokens per second.
+def test_in_lock_step_the_number_is_the_one_that_gives_most_tokens_per_second():
     def rate(count: int) -> float:
-        return sum(0.8**i for i in range(count + 1)) / (0.3 + count * 0.05)
+        tokens = sum(0.8**i for i in range(count + 1))
+        return tokens / (0.3 + (0.06 + (count - 1) * 0.05 if count else 0))
 
-    best = max(range(9), key=rate)
-    assert num_worth_waiting_for(0.8, gap_s=0.05, step_s=0.3, max_guesses=8, runs_ahead=False) == best
-
-
-@given(st.floats(0, 1), seconds, seconds, st.integers(0, 16), st.booleans())
-def test_no_more_is_awaited_than_can_be_scored(acceptance, gap_s, step_s, max_guesses, runs_ahead):
-    assert 0 <= num_worth_waiting_for(acceptance, gap_s, step_s, max_guesses, runs_ahead) <= max_guesses
+    assert num_worth_in_lock_step(0.8, turnaround_s=0.06, gap_s=0.05, step_s=0.3, max_guesses=8) == max(range(9), key=rate)
 
 
-@given(st.floats(0, 100), seconds, st.integers(0, 16), seconds)
-def test_a_wait_is_never_longer_than_a_plain_step(turnaround_s, gap_s, num_worth, step_s):
-    assert 0 <= wait_limit_s(turnaround_s, gap_s, num_worth, step_s) <= step_s
+def test_a_drafter_slower_than_the_target_is_not_waited_for():
+    assert num_worth_in_lock_step(0.9, turnaround_s=0.4, gap_s=0.3, step_s=0.1, max_guesses=8) == 0
+
+
+def test_a_near_drafter_is_worth_a_wait_and_a_far_one_is_not():
+    assert pays_to_wait(0.8, due_s=0.003, gap_s=0.002, step_s=0.030, num_worth=4, max_guesses=16)
+    assert not pays_to_wait(0.8, due_s=0.050, gap_s=0.002, step_s=0.030, num_worth=4, max_guesses=16)
+
+
+@given(st.floats(0, 1), seconds, seconds, seconds, st.integers(0, 16))
+def test_no_more_is_awaited_than_can_be_scored(acceptance, turnaround_s, gap_s, step_s, max_guesses):
+    assert 0 <= num_worth_in_lock_step(acceptance, turnaround_s, gap_s, step_s, max_guesses) <= max_guesses
+    assert num_worth_ahead(acceptance, gap_s, step_s, max_guesses) <= max(1, max_guesses)
+
+
+@given(st.floats(0, 1), st.floats(-1, 2), st.floats(0, 1), seconds, st.integers(1, 16))
+def test_the_decision_is_defined_for_any_numbers(acceptance, due_s, gap_s, step_s, num_worth):
+    assert pays_to_wait(acceptance, due_s, gap_s, step_s, num_worth, 16) in (True, False)
 
 
 def test_a_batch_does_not_wait_for_a_drafter_far_away():
@@ -45,3 +55,7 @@ def test_a_batch_waits_for_half_of_its_sequences_when_the_drafter_is_near():
 
 def test_a_large_batch_never_waits():
     assert num_sequences_to_serve(64, turnaround_s=0.0, step_s=0.030, runs_ahead=True) == 0
+
+
+def test_on_one_machine_a_batch_waits_for_all():
+    assert num_sequences_to_serve(64, turnaround_s=0.1, step_s=0.030, runs_ahead=False) == 64

@@ -19,13 +19,18 @@ _MAX_PROBE_S = 60.0
 
 @dataclass(slots=True)
 class Timing:
-    """How fast a drafter answers; running means in seconds. Until something is measured, None: worth one bounded wait."""
+    """How fast a drafter answers; running means in seconds, None until something was measured."""
 
     turnaround_s: float | None = None
     gap_s: float | None = None
 
+    @property
+    def next_gap_s(self) -> float:
+        """The gap; until it is measured the turnaround, which is longer."""
+        return self.gap_s if self.gap_s is not None else self.turnaround_s or 0.0
+
     def observe_turnaround(self, seconds: float) -> None:
-        """From telling a step to the first answer that knows it."""
+        """From a commit that made a tail worthless to the first guess that knows it."""
         self.turnaround_s = _mean(self.turnaround_s, seconds)
 
     def observe_gap(self, seconds: float) -> None:
@@ -68,7 +73,6 @@ class Drafter:
     probe_s: float = _FIRST_PROBE_S
     timing: Timing = field(default_factory=Timing)
     counters: LinkCounters = field(default_factory=LinkCounters)
-    round_trip_s: float | None = None
     begins: list[Begin] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
@@ -95,12 +99,8 @@ class Drafter:
             self.told_step, self.idle = step, False
         return batch
 
-    def answer(self, step: int, idle: bool, num_guesses: int, now: float) -> None:
-        """Takes note of an answer that knows `step`."""
-        if self.owes_answer and step >= self.told_step:
-            self.timing.observe_turnaround(now - self.told_at)
-        elif num_guesses:
-            self.timing.observe_gap((now - self.heard_at) / num_guesses)
+    def answer(self, step: int, idle: bool, now: float) -> None:
+        """Takes note of an answer that knows `step`; one that was never told counts for the last that was."""
         self.heard_step, self.heard_at = max(self.heard_step, min(step, self.told_step)), now
         self.idle = idle and not self.owes_answer
         self.vain_waits = 0

@@ -90,6 +90,11 @@ class Engine:
         return bool(self._live or self.speculation.has_news)
 
     @property
+    def live(self) -> list[Generation]:
+        """All requests that wait or run."""
+        return list(self._live.values())
+
+    @property
     def last_step_ended(self) -> float:
         """When the last step ended: a guess that arrived before that arrived while it was computed."""
         return self._last_step_ended
@@ -129,8 +134,8 @@ class Engine:
         plan = self._scheduler.schedule()
         queue_s = tuple(now - part.generation.arrived_at for part in plan if not part.generation.scheduled_before)
         verdicts = self._score(plan)
-        emissions = self._commit(plan, verdicts)
         ended = self._clock()
+        emissions = self._commit(plan, verdicts, ended)
         self.speculation.assign(ended)
         self.speculation.flush(ended)
         num_prefill = sum(part.num_tokens for part in plan if part.num_tokens > 1 or not part.is_terminal)
@@ -162,7 +167,7 @@ class Engine:
             _log.exception("step failed", extra={"requests": [part.generation.request.request_id for part in plan]})
             return [EngineFailure("the step failed")] * len(plan)
 
-    def _commit(self, plan: Sequence[Scheduled], verdicts: Sequence[Scores]) -> list[Emission]:
+    def _commit(self, plan: Sequence[Scheduled], verdicts: Sequence[Scores], now: float) -> list[Emission]:
         emissions = []
         for part, verdict in zip(plan, verdicts, strict=True):
             generation = part.generation
@@ -173,10 +178,10 @@ class Engine:
                 continue
             generation.sequence.kv_len += part.num_tokens
             if verdict is not None:
-                emissions.append(self._append(part, verdict))
+                emissions.append(self._append(part, verdict, now))
         return emissions
 
-    def _append(self, part: Scheduled, verdict: Verdict) -> Emission:
+    def _append(self, part: Scheduled, verdict: Verdict, now: float) -> Emission:
         generation = part.generation
         base_length = len(generation.committed)
         stop = find_stop(verdict.token_ids, generation.num_generated, generation.request.stopping)
@@ -191,7 +196,7 @@ class Engine:
         if part.num_guesses:
             generation.acceptance.observe(accepted, drafted)
         if stop is None:
-            self.speculation.committed(generation, base_length, accepted, token_ids)
+            self.speculation.committed(generation, base_length, accepted, token_ids, now)
         else:
             self._end(generation, EndReason.FINISHED)
         return Emission(

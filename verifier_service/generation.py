@@ -47,6 +47,10 @@ class Generation:
         declined: links that will not.
         scheduled_before: whether it has ever been run.
         acceptance: running estimate of the chance that a guess is accepted, from committed rounds only.
+        missed_at: when its drafter's tail became worthless; None while guesses flow.
+        joined_at: when guesses last joined.
+        committed_at: when tokens were last committed.
+        expected_at: when the next guess is due.
     """
 
     number: int
@@ -61,6 +65,10 @@ class Generation:
     declined: set[int] = field(default_factory=set)
     scheduled_before: bool = False
     acceptance: Acceptance = field(default_factory=Acceptance)
+    missed_at: float | None = None
+    joined_at: float | None = None
+    committed_at: float = 0.0
+    expected_at: float = 0.0
 
     @property
     def committed(self) -> list[int]:

@@ -90,8 +90,11 @@ def verify_rejection(target_probs: Tensor, tested: Sequence[Tested]) -> list[Ver
         One verdict per sequence; empty where the sequence has no row.
     """
     has_row = (target_probs[:, 0].amax(-1) > 0).tolist()
-    guesses = _to_tensors(tested, target_probs.shape[1] - 1, target_probs.device)
-    accepted, next_ids = verify_batch(target_probs, guesses, draw_uniforms(tested, target_probs.shape[1], target_probs.device))
+    num_rows, device = target_probs.shape[1], target_probs.device
+    lengths = torch.tensor([scored.length for scored in tested], dtype=torch.int64, device=device)
+    streams = ([scored.keys.accept for scored in tested], [scored.keys.residual for scored in tested], [scored.keys.plain for scored in tested])
+    draws = Uniforms(*(uniforms_from(lengths, key_tensor(keys, device), num_rows) for keys in streams))
+    accepted, next_ids = verify_batch(target_probs, _to_tensors(tested, num_rows - 1, device), draws)
     return [
         Verdict(num_accepted, (*scored.guesses[:num_accepted], next_id)) if scores else Verdict(0, ())
         for scores, scored, num_accepted, next_id in zip(has_row, tested, accepted.tolist(), next_ids.tolist(), strict=True)
@@ -129,12 +132,9 @@ def verify_batch(target_probs: Tensor, guesses: Guesses, draws: Uniforms) -> tup
     return accepted, invert(weights, draw).clamp_(max=num_ids - 1)
 
 
-def draw_uniforms(tested: Sequence[Tested], num_rows: int, device: torch.device | str = "cpu") -> Uniforms:
-    """Uniforms for `num_rows` positions of each sequence, from its keys."""
-    lengths = torch.tensor([scored.length for scored in tested], dtype=torch.int64, device=device)
-    positions = lengths[:, None] + torch.arange(num_rows, device=device)
-    streams = ([scored.keys.accept for scored in tested], [scored.keys.residual for scored in tested], [scored.keys.plain for scored in tested])
-    return Uniforms(*(uniforms(key_tensor(keys, device)[:, None], positions) for keys in streams))
+def uniforms_from(lengths: Tensor, keys: Tensor, num_rows: int) -> Tensor:
+    """A stream's uniforms for `num_rows` positions from each length on: [B] int64 and [B] keys to [B, num_rows] float64."""
+    return uniforms(keys[:, None], lengths[:, None] + torch.arange(num_rows, device=lengths.device))
 
 
 def _residual(target: Tensor, support: Tensor, draft_probs: Tensor) -> Tensor:

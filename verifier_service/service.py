@@ -37,6 +37,7 @@ class Verifier:
         max_running: requests that run at once.
         clock: monotonic seconds, the engine's.
         on_stats: takes the numbers of each step.
+        on_round_trip: takes the round trip of a link's heartbeat, in seconds.
         on_crash: the engine thread has ended by itself: nothing will be served any more.
     """
 
@@ -47,21 +48,20 @@ class Verifier:
         max_running: int,
         clock: Callable[[], float],
         on_stats: Callable[[StepStats], None],
+        on_round_trip: Callable[[float], None],
         on_crash: Callable[[], None],
     ) -> None:
         self._fingerprint = tokenizer_fingerprint
         self._max_live = max_running + max_queue
         self._clock = clock
         self._on_stats = on_stats
+        self._on_round_trip = on_round_trip
         self._on_crash = on_crash
         self._streams: dict[str, asyncio.Queue[Emission]] = {}
         self._links: dict[int, _Link] = {}
         self._next_link = itertools.count(1)
         self._refused: deque[RefusedDrafter] = deque(maxlen=_MAX_REFUSED)
-        self._draining = False
         self._crashed = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def start(self, build: Callable[[Callable[[int, StepBatch], None]], Engine]) -> None:
         """Starts the engine thread.
@@ -86,6 +86,11 @@ class Verifier:
         return len(self._streams)
 
     @property
+    def has_crashed(self) -> bool:
+        """Whether the engine thread has ended by itself."""
+        return self._crashed
+
+    @property
     def engine_age_s(self) -> float:
         """Seconds since the engine thread last showed itself."""
         return self._thread.age_s
@@ -96,20 +101,17 @@ class Verifier:
 
         Raises:
             Overloaded: too many requests wait already.
-            Unavailable: draining, or the engine is dead.
+            Unavailable: the engine is dead.
             InvalidRequest: a live request has this id.
         """
         if self._crashed:
             raise Unavailable("ENGINE_STALLED", "the engine has stopped", retry_after_s=10.0)
-        if self._draining:
-            raise Unavailable("DRAINING", "the verifier is shutting down")
         if len(self._streams) >= self._max_live:
             raise Overloaded(f"{len(self._streams)} requests are running or waiting already")
         if request.request_id in self._streams:
             raise InvalidRequest("request_id", "a request of this id is running")
         stream: asyncio.Queue[Emission] = asyncio.Queue()
         self._streams[request.request_id] = stream
-        self._idle.clear()
         self._thread.post(lambda: self._engine.submit(request))
         try:
             yield _emissions(stream)
@@ -117,22 +119,9 @@ class Verifier:
             del self._streams[request.request_id]
             # Of a request that has ended by itself the engine knows nothing any more, and says so by doing nothing.
             self._thread.post(lambda: self._engine.cancel(request.request_id))
-            if not self._streams:
-                self._idle.set()
-
-    async def drain(self, grace_s: float) -> None:
-        """Refuses new requests and waits until those that run have ended, `grace_s` seconds at most."""
-        self._draining = True
-        try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        except TimeoutError:
-            return
 
     async def close(self) -> None:
-        """Ends links and the engine thread."""
-        self._draining = True
-        for link in list(self._links.values()):
-            link.on_close("the verifier is shutting down")
+        """Ends the engine thread, after the step it is in."""
         await asyncio.to_thread(self._thread.stop)
 
     def attach(self, hello: Hello, on_batch: Callable[[StepBatch], None], on_close: Callable[[str], None]) -> int:
@@ -175,7 +164,8 @@ class Verifier:
 
     def observe_round_trip(self, link: int, seconds: float) -> None:
         """Takes note of a heartbeat's round trip."""
-        self._thread.post(lambda: self._engine.speculation.observe_round_trip(link, seconds))
+        del link
+        self._on_round_trip(seconds)
 
     def detach(self, link: int) -> None:
         """The link is gone. Its sequences are handed to others; no request notices. Detaching twice does nothing."""

@@ -4,14 +4,25 @@ State of the engine thread. It knows no model, no KV and no gRPC; batches leave 
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from shared.link import Begin, Capacity, Commit, Decline, End, EndReason, Hello, Proposal, ProposalBatch, Resync, StepBatch
 from verifier_service.drafters import Drafter, Drafters
 from verifier_service.generation import Generation
 from verifier_service.stats import LinkCounters
-from verifier_service.wait_policy import num_sequences_to_serve, num_worth_waiting_for, wait_limit_s
+from verifier_service.wait_policy import num_sequences_to_serve, num_worth_ahead, num_worth_in_lock_step, pays_to_wait
 
+_SLACK = 0.5  # a guess is overdue by this share of the time it was given
 _RESYNC_INTERVAL_S = 1.0  # a drafter that keeps losing track of a sequence is told of it again this often at most
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """Until when a sequence would wait for the drafter on a link, and how fast that answers."""
+
+    link: int
+    until: float
+    turnaround_s: float
 
 
 class Speculation:
@@ -74,7 +85,9 @@ class Speculation:
             return
         match frame:
             case ProposalBatch():
-                self._take_proposals(drafter, frame, now, overlapped)
+                for proposal in frame.proposals:
+                    self._join(drafter, proposal, now, overlapped)
+                drafter.answer(frame.step, frame.idle, now)
             case Capacity(sequences):
                 drafter.capacity = sequences
                 self.assign(now)
@@ -96,12 +109,6 @@ class Speculation:
         if drafter is not None:
             drafter.counters.rejected[reason] += 1
 
-    def observe_round_trip(self, link: int, seconds: float) -> None:
-        """Takes note of a heartbeat's round trip."""
-        drafter = self._drafters.get(link)
-        if drafter is not None:
-            drafter.round_trip_s = seconds
-
     def assign(self, now: float) -> None:
         """Gives every sequence that wants a drafter and has none to one with room, and takes those of a hung one away."""
         for drafter in self._drafters.suspend_hung(now):
@@ -117,12 +124,17 @@ class Speculation:
                     chosen.sequences.add(generation.number)
                     self._begin(generation, chosen)
 
-    def committed(self, generation: Generation, base_length: int, accepted: int, token_ids: tuple[int, ...]) -> None:
+    def committed(self, generation: Generation, base_length: int, accepted: int, token_ids: tuple[int, ...], now: float) -> None:
         """The target has chosen tokens: the buffer moves on, and so does the drafter's tail once it hears of it."""
         drafter = self._drafters.get(generation.drafter)
         num_dropped = generation.guesses.commit(token_ids)
         if drafter is None:
             return
+        generation.committed_at = now
+        if num_dropped or not self._runs_ahead:  # the drafter cannot go on before it hears of this
+            if generation.missed_at is None:
+                generation.missed_at = now
+            generation.expected_at = now + (drafter.timing.turnaround_s or 0.0)
         drafter.counters.dropped += num_dropped
         rewind = generation.guesses.lost
         if rewind:
@@ -155,32 +167,22 @@ class Speculation:
 
         Args:
             decoding: the sequences whose next step is a decode.
-            num_others: running sequences that still prefill; they are never made to wait.
+            num_others: requests that prefill or wait; they are never made to wait longer.
             step_s: time of a plain step, seconds; None if not measured yet.
             since: when the last step ended.
         """
         self._awaited = set()
         if step_s is None or num_others or not decoding:
             return since
-        num_served, deadline, turnaround_s = 0, since, 0.0
-        for generation in decoding:
-            drafter = self._drafters.get(generation.drafter)
-            limit = min(self._max_draft_tokens, generation.request.max_draft_tokens, generation.room)
-            if drafter is None or limit == 0:
-                return since  # a sequence that has nothing to wait for is not delayed
-            gap_s = drafter.timing.gap_s or 0.0
-            expected_s = drafter.timing.turnaround_s if drafter.timing.turnaround_s is not None else step_s
-            worth = num_worth_waiting_for(generation.acceptance.rate, gap_s, step_s, limit, self._runs_ahead)
-            if len(generation.guesses) >= worth or drafter.idle or (drafter.vain_waits and drafter.owes_answer):
-                num_served += 1
-                continue
-            self._awaited.add(drafter.link)
-            turnaround_s = max(turnaround_s, expected_s)
-            deadline = max(deadline, since + wait_limit_s(expected_s, gap_s, worth, step_s))
-        if num_served >= num_sequences_to_serve(len(decoding), turnaround_s, step_s, self._runs_ahead):
-            self._awaited = set()
+        waits = [self._wait_of(generation, step_s, since, alone=len(decoding) == 1) for generation in decoding]
+        if any(wait is None for wait in waits):
+            return since  # a sequence that has nothing to wait for is not delayed
+        unserved = [wait for wait in waits if wait is not None and wait.until > since]
+        slowest_s = max((wait.turnaround_s for wait in unserved), default=0.0)
+        if len(waits) - len(unserved) >= num_sequences_to_serve(len(waits), slowest_s, step_s, self._runs_ahead):
             return since
-        return deadline
+        self._awaited = {wait.link for wait in unserved}
+        return min(since + step_s, max(wait.until for wait in unserved))
 
     def step_starts(self) -> None:
         """A step starts: drafters that it was waiting for and that have not answered have let it wait in vain."""
@@ -194,25 +196,53 @@ class Speculation:
     def _runs_ahead(self) -> bool:
         return self._window > self._max_draft_tokens
 
-    def _take_proposals(self, drafter: Drafter, batch: ProposalBatch, now: float, overlapped: bool) -> None:
-        longest = 0
-        for proposal in batch.proposals:
-            longest = max(longest, self._join(drafter, proposal, overlapped))
-        drafter.answer(batch.step, batch.idle, longest, now)
+    def _wait_of(self, generation: Generation, step_s: float, since: float, alone: bool) -> _Wait | None:
+        """How long the sequence alone would wait; None if it has nothing to wait for, `since` if it is served."""
+        drafter = self._drafters.get(generation.drafter)
+        limit = min(self._max_draft_tokens, generation.request.max_draft_tokens, generation.room)
+        if drafter is None or limit == 0 or drafter.timing.turnaround_s is None or drafter.suspended_until is not None:
+            return None
+        turnaround_s, gap_s = drafter.timing.turnaround_s, drafter.timing.next_gap_s
+        served = _Wait(drafter.link, since, turnaround_s)
+        rate, pending = generation.acceptance.rate, len(generation.guesses)
+        if self._runs_ahead:
+            worth = num_worth_ahead(rate, gap_s, step_s, limit)
+            if alone and not pending and not pays_to_wait(rate, generation.expected_at - since, gap_s, step_s, worth, limit):
+                return served
+        else:
+            worth = num_worth_in_lock_step(rate, turnaround_s, gap_s, step_s, limit)
+        if pending >= worth or drafter.idle or (drafter.vain_waits and drafter.owes_answer):
+            return served
+        overdue = generation.expected_at + (worth - pending - 1) * gap_s + _SLACK * (turnaround_s if not pending else gap_s)
+        return _Wait(drafter.link, overdue, turnaround_s)
 
-    def _join(self, drafter: Drafter, proposal: Proposal, overlapped: bool) -> int:
+    def _join(self, drafter: Drafter, proposal: Proposal, now: float, overlapped: bool) -> None:
         counters, size = drafter.counters, len(proposal.token_ids)
         counters.received += size
         generation = self._live.get(proposal.sequence)
         if generation is None or generation.drafter != drafter.link:
             counters.stale["unknown_sequence"] += size
-            return 0
+            return
         joined = generation.guesses.join(proposal, self._window, overlapped)
         if joined.stale is not None:
             counters.stale[joined.stale] += joined.num_stale
         if overlapped:
             counters.joined_while_computing += joined.num_joined
-        return joined.num_joined
+        if joined.num_joined:
+            self._measure(generation, drafter, joined.num_joined, now)
+
+    @staticmethod
+    def _measure(generation: Generation, drafter: Drafter, num_joined: int, now: float) -> None:
+        # What arrived during a step is looked at after its commit: the times decide what came before what.
+        timing = drafter.timing
+        if generation.missed_at is not None and now >= generation.missed_at:
+            timing.observe_turnaround(now - generation.missed_at)
+            generation.missed_at = None
+        elif generation.joined_at is not None and not generation.joined_at < generation.committed_at <= now:
+            timing.observe_gap((now - generation.joined_at) / num_joined)
+        generation.joined_at = now
+        if generation.missed_at is None:
+            generation.expected_at = now + timing.next_gap_s
 
     def _served_by(self, drafter: Drafter) -> list[Generation]:
         return [self._live[number] for number in sorted(drafter.sequences) if number in self._live]

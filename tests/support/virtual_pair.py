@@ -123,6 +123,8 @@ class VirtualPair:
         self._arrived: list[tuple[float, int, FromDrafter]] = []
         self._engine_busy = False
         self._links = itertools.count(1)
+        self._actions: dict[int, Callable[[], None]] = {}
+        self._num_steps = 0
 
     # -- what a test does
 
@@ -133,7 +135,14 @@ class VirtualPair:
         self._at(self.clock.now, self._wake_engine)
 
     def cancel(self, request_id: str) -> None:
+        """Cancels at once, as the thread would between two steps; what the step before gave it is dropped."""
         self.engine.cancel(request_id)
+        self.text.pop(request_id, None)
+        self.engine.check_integrity()
+
+    def at_step(self, number: int, action: Callable[[], None]) -> None:
+        """Runs `action` after the engine's step of that number, counted from 1."""
+        self._actions[number] = action
 
     def attach(
         self,
@@ -183,6 +192,12 @@ class VirtualPair:
             action()
         raise AssertionError("the pair makes no progress")
 
+    def drain(self) -> None:
+        """Lets everything that is still under way arrive."""
+        while self._events:
+            self.clock.now, _, action = heapq.heappop(self._events)
+            action()
+
     # -- events
 
     def _at(self, seconds: float, action: Callable[[], None]) -> None:
@@ -203,7 +218,9 @@ class VirtualPair:
             self._at(until, self._wake_engine)
             return
         output = self.engine.step(now)
+        self._num_steps += 1
         self.on_step()
+        self._actions.pop(self._num_steps, lambda: None)()
         self._engine_busy = True
         self._at(self.engine_clock.now, lambda: self._step_ended(output))
 
@@ -211,6 +228,8 @@ class VirtualPair:
         self._engine_busy = False
         self.outputs.append(output)
         for emission in output.emissions:
+            if emission.request_id not in self.text:
+                continue
             self.emissions.append(emission)
             self.text[emission.request_id].extend(emission.token_ids)
             if emission.finish is not None or emission.error is not None:

@@ -1,0 +1,154 @@
+"""The draft service's process: load, attach, serve, stop. It is the one place where the parts of the service meet."""
+
+import asyncio
+import signal
+import time
+from importlib.metadata import version
+
+import grpc
+import structlog
+import uvloop
+from outrider.v1 import draft_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from draft_service.config import DraftConfig
+from draft_service.draft_model import DraftModel
+from draft_service.drafter import Drafter
+from draft_service.engine import DraftEngine
+from draft_service.link_client import LinkClient, LinkState
+from draft_service.metrics import DraftMetrics
+from draft_service.ngram import NgramProposer
+from draft_service.proposer import Proposer
+from draft_service.servicer import DraftServicer
+from shared import logs
+from shared.default_model import resolve
+from shared.engine.pool import PoolConfig, load_pool
+from shared.errors import EngineFailure
+from shared.link import PROTOCOL_REVISION, Hello
+from shared.rpc.channel import open_channel
+from shared.rpc.exposition import exposition
+from shared.rpc.guards import Gate
+from shared.rpc.health import Health
+from shared.rpc.interceptors import CallInterceptor
+from shared.rpc.options import GENERATE_MAX_MESSAGE_BYTES, LINK_MAX_MESSAGE_BYTES
+from shared.rpc.server import bind, make_server, run_until_signal
+from shared.tokenizer import load_tokenizer
+
+_DRAFT = "outrider.v1.DraftService"
+_WATCH_S = 1.0
+_STALL_TIMEOUT_S = 30.0
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+def run(config: DraftConfig) -> None:
+    """Runs the service until a signal ends it.
+
+    Raises:
+        UnsupportedModel: the draft model cannot be served.
+        CannotListen: an address is in use.
+        EngineFailure: the engine has stopped by itself.
+    """
+    logs.set_up("draft", config.log_level, config.log_format)
+    (uvloop.run if config.loop == "uvloop" else asyncio.run)(_serve(config))
+
+
+async def _serve(config: DraftConfig) -> None:
+    registry, health, gate = CollectorRegistry(), await Health.of(_DRAFT), Gate("draft service")
+    door = make_server(CallInterceptor([gate]), GENERATE_MAX_MESSAGE_BYTES, health, [_DRAFT])
+    address = bind(door, config.listen)
+    with exposition(registry, config.metrics) as metrics_address:
+        await door.start()
+        _log.info("listening", clients=address, metrics=metrics_address or "off")
+        try:
+            proposer, fingerprint = await asyncio.to_thread(_load, config)
+            await _serve_loaded(config, registry, health, gate, door, proposer, fingerprint)
+        finally:
+            await door.stop(None)
+
+
+def _load(config: DraftConfig) -> tuple[Proposer, str]:
+    """The proposer, and the fingerprint of its tokenizer; empty if it needs none."""
+    if config.proposer == "ngram":
+        return NgramProposer(config.ngram_min, config.ngram_max), ""
+
+    def tell(fraction: float, what: str) -> None:
+        _log.info("loading", draft=config.draft, done=f"{fraction:.0%}", now=what)
+
+    directory = resolve(config.draft)
+    tokenizer = load_tokenizer(directory)
+    pool_config = PoolConfig(
+        directory,
+        config.dtype,
+        config.device,
+        config.block_size,
+        config.kv_blocks,
+        config.kv_memory_fraction,
+        config.capacity,
+        0,
+        config.threads,
+    )
+    pool = load_pool(pool_config, tell)
+    return DraftModel(pool.runner, pool.allocator), tokenizer.fingerprint
+
+
+async def _serve_loaded(
+    config: DraftConfig, registry: CollectorRegistry, health: Health, gate: Gate, door: grpc.aio.Server, proposer: Proposer, fingerprint: str
+) -> None:
+    metrics = DraftMetrics(registry)
+    metrics.set_build_info(
+        version=version("outrider"), protocol_revision=str(PROTOCOL_REVISION), proposer=proposer.name, tokenizer=fingerprint[:12] or "none"
+    )
+    drafter = Drafter(proposer, config.capacity, time.monotonic)
+    crashes: list[BaseException] = []
+
+    def die(error: BaseException) -> None:
+        crashes.append(error)
+        # Only a new process can draft again: end in order, and let whoever started this one start it again.
+        signal.raise_signal(signal.SIGTERM)
+
+    engine = DraftEngine(drafter, die, time.monotonic)
+    token = config.link_token_file.read_text().strip() if config.link_token_file is not None else ""
+    hello = Hello(PROTOCOL_REVISION, config.instance_id, config.name, fingerprint, tuple(proposer.modes), config.capacity)
+
+    def note(state: LinkState) -> None:
+        metrics.set_attached(state.attached)
+        if not state.attached:
+            metrics.count_reconnect(state.kind)
+
+    async with (
+        open_channel(config.link, LINK_MAX_MESSAGE_BYTES) as link_channel,
+        open_channel(config.verifier, GENERATE_MAX_MESSAGE_BYTES) as verifier_channel,
+    ):
+        link = LinkClient(link_channel, hello, engine, token, on_state=note, on_round_trip=metrics.observe_round_trip)
+        servicer = DraftServicer(verifier_channel, config.instance_id, config.name, proposer.name, config.link, lambda: link.state)
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, door)
+        engine.start()
+        gate.open()
+        await health.set_serving(True)
+        _log.info("serving", proposer=proposer.name, verifier=config.verifier, link=config.link, instance=config.instance_id)
+        async with asyncio.TaskGroup() as tasks:
+            attachment = tasks.create_task(link.run())
+            watch = tasks.create_task(_watch(engine, drafter, metrics, health))
+            try:
+                await run_until_signal([door], health, gate, config.drain_grace_s, link.stop)
+                await attachment
+            finally:
+                watch.cancel()
+                attachment.cancel()
+                await asyncio.to_thread(engine.stop)
+    if crashes:
+        raise EngineFailure("the engine has stopped by itself; the log says why")
+
+
+async def _watch(engine: DraftEngine, drafter: Drafter, metrics: DraftMetrics, health: Health) -> None:
+    """Tells metrics how the drafter stands, and health whether its engine shows itself."""
+    serving = True
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        metrics.observe(drafter.stats)
+        healthy = engine.age_s < _STALL_TIMEOUT_S
+        if healthy is not serving:
+            serving = healthy
+            _log.warning("engine shows itself again" if healthy else "engine has stalled", age_s=round(engine.age_s, 1))
+            await health.set_serving(healthy)

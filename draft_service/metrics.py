@@ -1,0 +1,101 @@
+"""The draft service's Prometheus metrics, on a registry that is passed in. docs/metrics.md says what each one means.
+
+Fed with plain numbers: `DrafterStats`, which only grow, after each step, and what the link's client tells. Acceptance rates are
+not known here: what is scored is the verifier's choice, and only the verifier counts it.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from draft_service.stats import DrafterStats
+
+_PREFIX = "outrider_"
+_OTHER = "other"
+
+RECONNECT_REASONS = ("goodbye", "lost", "refused", "silent", "unreachable", _OTHER)
+BLOCK_STATES = ("free", "used", "cached")
+
+_STEP_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+_LINK_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+_TOTALS = {  # of DrafterStats, then of its ProposerStats
+    "guesses_sent": "Guesses handed to the link.",
+    "guesses_matched": "Of those, the ones that the target's tokens later equalled, scored or not.",
+    "guesses_dropped": "Of those, the ones taken back: contradicted, rewound, or of a sequence that ended.",
+    "resyncs": "Sequences asked for anew, because this side had lost track.",
+    "declines": "Sequences refused.",
+}
+_PROPOSER_TOTALS = {
+    "forwards": "Batched calls of the draft model.",
+    "fed_tokens": "Tokens run through the draft model.",
+    "catch_up_tokens": "Of those, the ones beyond one per sequence and call: prompts, and commits that had not been foreseen.",
+    "unusable_rows": "Rows of logits that were not finite and gave no guess.",
+}
+
+
+class DraftMetrics:
+    """All metrics of a draft service. Every label value that can occur exists from the start.
+
+    Args:
+        registry: where they are registered.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"{_PREFIX}draft_{name}", text, registry=registry)
+
+        self._registry = registry
+        self._step = Histogram(
+            f"{_PREFIX}draft_step_seconds", "Calls of the proposer: one guess more for every sequence.", buckets=_STEP_S, registry=registry
+        )
+        self._totals = {name: counter(name, text) for name, text in (_TOTALS | _PROPOSER_TOTALS).items()}
+        self._sequences = Gauge(f"{_PREFIX}draft_sequences", "Sequences drafted for.", registry=registry)
+        blocks = Gauge(f"{_PREFIX}draft_kv_blocks", "KV blocks of the draft model, by state.", ("state",), registry=registry)
+        self._blocks = {state: blocks.labels(state=state) for state in BLOCK_STATES}
+        self._attached = Gauge(f"{_PREFIX}draft_link_attached", "1 while attached to the verifier.", registry=registry)
+        self._round_trip = Histogram(
+            f"{_PREFIX}draft_link_round_trip_seconds", "Round trips of heartbeats to the verifier.", buckets=_LINK_S, registry=registry
+        )
+        reconnects = Counter(f"{_PREFIX}draft_reconnects", "Ends of the link that were followed by a new attempt.", ("reason",), registry=registry)
+        self._reconnects = {reason: reconnects.labels(reason=reason) for reason in RECONNECT_REASONS}
+        self._seen: dict[str, int] = dict.fromkeys(self._totals, 0)
+        self._seen_steps = 0
+        self._seen_seconds = 0.0
+
+    def set_build_info(self, *, version: str, protocol_revision: str, proposer: str, tokenizer: str) -> None:
+        """Tells what runs here, once; `tokenizer` is a fingerprint or its beginning."""
+        labels = {"version": version, "protocol_revision": protocol_revision, "proposer": proposer, "tokenizer": tokenizer}
+        Gauge(f"{_PREFIX}draft_build_info", "What runs here; always 1.", tuple(labels), registry=self._registry).labels(**labels).set(1)
+
+    def observe(self, stats: DrafterStats) -> None:
+        """Takes the numbers as they stand; what has been added since the last call is counted."""
+        for name in _TOTALS:
+            self._raise_to(name, getattr(stats, name))
+        for name in _PROPOSER_TOTALS:
+            self._raise_to(name, getattr(stats.proposer, name))
+        self._observe_steps(stats.steps, stats.draft_seconds)
+        self._sequences.set(stats.sequences)
+        self._blocks["free"].set(stats.proposer.free_blocks)
+        self._blocks["used"].set(stats.proposer.used_blocks)
+
+    def set_attached(self, attached: bool) -> None:
+        """Tells whether the link is up."""
+        self._attached.set(attached)
+
+    def count_reconnect(self, reason: str) -> None:
+        """Tells that the link is tried again; an unknown reason is counted as `other`."""
+        self._reconnects.get(reason, self._reconnects[_OTHER]).inc()
+
+    def observe_round_trip(self, seconds: float) -> None:
+        """Takes a heartbeat's round trip."""
+        self._round_trip.observe(seconds)
+
+    def _raise_to(self, name: str, total: int) -> None:
+        self._totals[name].inc(max(0, total - self._seen[name]))
+        self._seen[name] = max(total, self._seen[name])
+
+    def _observe_steps(self, steps: int, seconds: float) -> None:
+        num_new = steps - self._seen_steps
+        for _ in range(num_new):
+            self._step.observe((seconds - self._seen_seconds) / num_new)
+        if num_new > 0:
+            self._seen_steps, self._seen_seconds = steps, seconds

@@ -1,0 +1,65 @@
+"""Health of our services: told by a server (`Health`), asked by a client (`check`). Why a service is well or not is not known here."""
+
+import enum
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+
+from shared.rpc.channel import open_channel
+
+
+class HealthStatus(enum.Enum):
+    """What a client learns about a service."""
+
+    SERVING = "serving"
+    NOT_SERVING = "not serving"
+    UNKNOWN_SERVICE = "unknown service"
+    UNREACHABLE = "unreachable"
+
+
+class Health:
+    """`grpc.health.v1` for the services of one process; made by `Health.of`."""
+
+    def __init__(self, services: tuple[str, ...]) -> None:
+        self._services = services
+        self.servicer = health.aio.HealthServicer()
+
+    @classmethod
+    async def of(cls, *services: str) -> Self:
+        """Health of services by full name, such as `outrider.v1.VerifierService`, and of the process as a whole: "".
+
+        All are NOT_SERVING until said otherwise.
+        """
+        made = cls(("", *services))
+        await made.set_serving(False)  # gRPC's servicer starts with the whole process as SERVING
+        return made
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Tell clients whether to come. Has no effect after `shut_down`."""
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in self._services:
+            await self.servicer.set(service, status)
+
+    async def shut_down(self) -> None:
+        """NOT_SERVING for good."""
+        await self.servicer.enter_graceful_shutdown()
+
+
+async def check(address: str, service: str = "", timeout_s: float = 5.0) -> HealthStatus:
+    """Ask a server for the health of one of its services; "" asks for the process as a whole.
+
+    Raises:
+        ValueError: the address is none.
+    """
+    async with open_channel(address) as channel:
+        ask: grpc.aio.UnaryUnaryMultiCallable[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse] = channel.unary_unary(
+            f"/{health.SERVICE_NAME}/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            answer = await ask(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return HealthStatus.UNKNOWN_SERVICE if error.code() is grpc.StatusCode.NOT_FOUND else HealthStatus.UNREACHABLE
+    return HealthStatus.SERVING if answer.status == health_pb2.HealthCheckResponse.SERVING else HealthStatus.NOT_SERVING

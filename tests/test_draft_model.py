@@ -1,0 +1,358 @@
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft_service.draft_model import DraftModel
+from draft_service.drafter import Drafter
+from draft_service.tail import DraftSequence
+from shared.digest import extend
+from shared.drawing import draw
+from shared.engine.block_allocator import BlockAllocator
+from shared.engine.forward_batch import Span
+from shared.engine.model_loader import LoadedModel
+from shared.engine.model_runner import ModelRunner
+from shared.engine.sequence import Sequence
+from shared.link import Begin, Commit, Decline, End, EndReason, ProposalBatch, StepBatch, Welcome
+from shared.noise import derive_key, noise_key
+from shared.picking import pick_tokens
+from shared.sampling import Mode, Pick, SamplingParams, TokenRules
+from tests.support.kv_oracle import assert_kv_matches_fresh_prefill
+from tests.support.tiny_models import noisy_copy, tiny_llama
+
+VOCAB = 64
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return tiny_llama(VOCAB)
+
+
+@pytest.fixture(scope="module")
+def draft(target) -> LoadedModel:
+    return noisy_copy(target, sigma=0.3, seed=1)
+
+
+class SpanLog(ModelRunner):
+    """A runner that remembers how many tokens each sequence was fed, and lets a test spoil logits."""
+
+    def __init__(self, model: LoadedModel, num_blocks: int, block_size: int) -> None:
+        super().__init__(model, num_blocks, block_size)
+        self.fed: list[list[tuple[int, int]]] = []
+        self.spoil = lambda logits: logits
+
+    def forward(self, spans):
+        self.fed.append([(span.start, len(span.token_ids)) for span in spans])
+        return self.spoil(super().forward(spans).clone())
+
+
+class Rig:
+    """A drafter over a draft model, with the parts at hand."""
+
+    def __init__(
+        self, model: LoadedModel, num_blocks: int = 64, block_size: int = 4, capacity: int = 8, vocab: int = VOCAB, budget: int = 512
+    ) -> None:
+        self.runner = SpanLog(model, num_blocks, block_size)
+        self.allocator = BlockAllocator(num_blocks, block_size)
+        self.proposer = DraftModel(self.runner, self.allocator, budget)
+        self.drafter = Drafter(self.proposer, capacity, lambda: 0.0)
+        self.drafter.attach(Welcome(vocab, 64, 64, 10_000))
+        self.steps = 0
+
+    def tell(self, **what) -> None:
+        self.steps += 1
+        self.drafter.apply(StepBatch(self.steps, **what))
+
+    def run(self) -> list[Any]:
+        frames = []
+        while self.drafter.has_work:
+            frames += self.drafter.step()
+        return frames
+
+    def guesses(self) -> dict[int, list[int]]:
+        guessed: dict[int, list[int]] = {}
+        for frame in self.run():
+            for proposal in frame.proposals if isinstance(frame, ProposalBatch) else ():
+                guessed.setdefault(proposal.sequence, []).extend(proposal.token_ids)
+        return guessed
+
+
+def begin(number, token_ids, window=4, sampling=GREEDY, mode=Mode.COUPLED, seed=11, **more) -> Begin:
+    return Begin(number, len(token_ids), tuple(token_ids), mode, sampling, seed, window, **more)
+
+
+def commit(number, base_length, token_ids, window=4, rewind=False) -> Commit:
+    return Commit(number, base_length, 0, tuple(token_ids), window, rewind)
+
+
+def last_logits(model: LoadedModel, text: list[int]) -> torch.Tensor:
+    runner = ModelRunner(model, -(-len(text) // 4), 4)
+    return runner.forward([Span(text, 0, list(range(-(-len(text) // 4))), 1)])
+
+
+def decode(model: LoadedModel, text, num_tokens: int, sampling=GREEDY, seed=11, vocab=VOCAB, prompt_length=None) -> list[int]:
+    """Plain decoding, every token from a fresh prefill."""
+    grown: list[int] = list(text)
+    rules = TokenRules(sampling, len(grown) if prompt_length is None else prompt_length, vocab)
+    for _ in range(num_tokens):
+        grown.append(int(pick_tokens(last_logits(model, grown), [Pick(rules, noise_key(seed), grown)])))
+    return grown[-num_tokens:]
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SAMPLED, SamplingParams(temperature=0.7, top_k=8, repetition_penalty=1.3)], ids=["greedy", "T=1", "penalised"]
+)
+def test_coupled_guesses_are_what_plain_decoding_picks(target, sampling):
+    rig = Rig(target)
+    prompts = {1: [1, 2, 3], 2: [9, 8, 7, 6, 5, 4], 3: [30]}
+    rig.tell(begins=tuple(begin(number, prompt, 6, sampling, seed=number) for number, prompt in prompts.items()))
+    assert rig.guesses() == {number: decode(target, prompt, 6, sampling, seed=number) for number, prompt in prompts.items()}
+
+
+def test_one_forward_per_token_serves_all_sequences_and_fills_one_batch(draft):
+    rig = Rig(draft)
+    rig.tell(begins=tuple(begin(number, [number, 2, 3], window=5) for number in range(6)))
+    frames = rig.run()
+    assert rig.runner.num_forwards == rig.proposer.stats.forwards == 5
+    assert [len(frame.proposals) for frame in frames] == [6] * 5
+    assert [frame.idle for frame in frames] == [False] * 4 + [True]
+    assert rig.runner.fed == [[(0, 3)] * 6] + [[(position, 1)] * 6 for position in range(3, 7)]
+    assert rig.proposer.stats.catch_up_tokens == 12
+
+
+def test_all_accepted_plus_a_bonus_token_feeds_two_tokens(target):
+    rig = Rig(target)
+    rig.tell(begins=(begin(1, [1, 2, 3], window=4),))
+    tail = rig.guesses()[1]
+    rig.runner.fed.clear()
+    bonus = decode(target, [1, 2, 3, *tail], 1)
+    rig.tell(commits=(commit(1, 3, tail + bonus, window=1),))
+    assert rig.guesses() == {1: decode(target, [1, 2, 3, *tail, *bonus], 1)}
+    # Positions 3 to 5 have KV; the last guess has none yet, and neither has the bonus token.
+    assert rig.runner.fed == [[(6, 2)]]
+
+
+def test_a_rejected_tail_rewinds_to_the_first_difference_and_no_further(target):
+    rig = Rig(target)
+    rig.tell(begins=(begin(1, [1, 2, 3], window=4),))
+    tail = rig.guesses()[1]
+    rig.runner.fed.clear()
+    other = (tail[1] + 1) % VOCAB
+    rig.tell(commits=(commit(1, 3, [tail[0], other], window=1),))
+    assert rig.guesses() == {1: decode(target, [1, 2, 3, tail[0], other], 1)}
+    assert rig.runner.fed == [[(4, 1)]]
+
+
+@pytest.mark.parametrize("num_missing", [1, 2, 3, 7, 20])
+def test_any_number_of_missing_tokens_is_caught_up(target, num_missing):
+    rig = Rig(target)
+    rig.tell(begins=(begin(1, [1, 2, 3], window=2),))
+    rig.run()
+    unforeseen = [(7 * index + 5) % VOCAB for index in range(num_missing)]
+    rig.tell(commits=(commit(1, 3, unforeseen, window=3),))
+    assert rig.guesses() == {1: decode(target, [1, 2, 3, *unforeseen], 3)}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
+def test_a_rewind_brings_the_same_coupled_guesses_again(target, sampling):
+    rig = Rig(target)
+    rig.tell(begins=(begin(1, [1, 2, 3], 4, sampling),))
+    first = rig.guesses()[1]
+    rig.tell(commits=(commit(1, 3, first[:1], 3, rewind=True),))
+    assert rig.guesses() == {1: first[1:]}
+
+
+def test_a_rewind_without_new_tokens_still_has_logits_to_guess_from(target):
+    rig = Rig(target)
+    rig.tell(begins=(begin(1, [1, 2, 3]),))
+    first = rig.guesses()[1]
+    rig.tell(commits=(commit(1, 3, [], rewind=True),))
+    assert rig.guesses() == {1: first}
+
+
+def test_a_long_prompt_is_fed_in_chunks_while_others_go_on(target):
+    rig = Rig(target, budget=10)
+    long = [(5 * index + 1) % VOCAB for index in range(40)]
+    rig.tell(begins=(begin(1, long, window=2), begin(2, [1, 2, 3], window=6)))
+    first, second = rig.drafter.step(), rig.drafter.step()
+    assert [[proposal.sequence for proposal in frame.proposals] for frame in (*first, *second)] == [[2], [2]]
+    assert rig.runner.fed == [[(0, 7), (0, 3)], [(7, 9), (3, 1)]]
+    rest = rig.guesses()
+    assert rest[1] == decode(target, long, 2)
+    assert rest[2] == decode(target, [1, 2, 3], 6)[2:]
+    assert max(sum(size for _, size in spans) for spans in rig.runner.fed) == 10
+
+
+def test_more_sequences_than_the_budget_still_all_go_on(target):
+    rig = Rig(target, budget=2)
+    rig.tell(begins=tuple(begin(number, [number], window=1) for number in range(5)))
+    assert rig.guesses() == {number: decode(target, [number], 1) for number in range(5)}
+    assert rig.runner.num_forwards == 1
+
+
+def test_out_of_blocks_declines_the_youngest_and_the_others_go_on(target):
+    rig = Rig(target, num_blocks=6, block_size=4)
+    rig.tell(begins=(begin(1, [1] * 7, window=6), begin(2, [2] * 7), begin(3, [3] * 7)))
+    frames = rig.run()
+    assert [frame for frame in frames if isinstance(frame, Decline)] == [Decline(3, "no KV blocks left")]
+    assert [len(frame.proposals) for frame in frames if isinstance(frame, ProposalBatch)] == [3, 3, 2, 2, 1, 1]
+    rig.tell(commits=(commit(1, 7, decode(target, [1] * 7, 6), window=6),))
+    frames = rig.run()
+    assert [frame for frame in frames if isinstance(frame, Decline)] == [Decline(2, "no KV blocks left")]
+    assert sum(len(frame.proposals) for frame in frames if isinstance(frame, ProposalBatch)) == 6
+    assert rig.proposer.stats.used_blocks == rig.allocator.num_used == 5
+
+
+def test_a_prompt_that_can_never_fit_is_declined_before_anything_is_computed(target):
+    rig = Rig(target, num_blocks=2, block_size=4)
+    rig.tell(begins=(begin(1, [1] * 9),))
+    assert rig.run()[0] == Decline(1, "no KV blocks left")
+    assert rig.runner.num_forwards == rig.allocator.num_used == 0
+
+
+def test_no_guess_stands_beyond_the_draft_models_length_and_a_longer_text_is_declined(target):
+    rig = Rig(dataclasses.replace(target, max_model_len=6))
+    rig.tell(begins=(begin(1, [1, 2, 3], window=8),))
+    guesses = rig.guesses()[1]
+    assert guesses == decode(target, [1, 2, 3], 3)
+    rig.tell(commits=(commit(1, 3, [*guesses, 5]),))
+    (decline, batch) = rig.run()
+    assert "longer than the draft model's 6 tokens" in decline.reason
+    assert batch.idle
+    assert rig.allocator.num_used == 0
+
+
+def test_a_wider_draft_never_guesses_an_id_beyond_the_targets_tokenizer(target):
+    rig = Rig(target, vocab=40)
+    rig.tell(begins=tuple(begin(number, [number], 6, SAMPLED, seed=number) for number in range(8)))
+    guesses = rig.guesses()
+    assert max(max(tail) for tail in guesses.values()) < 40
+    assert guesses == {number: decode(target, [number], 6, SAMPLED, seed=number, vocab=40) for number in range(8)}
+
+
+def test_a_narrower_draft_bears_rules_about_ids_it_lacks_and_declines_a_text_with_one(target):
+    rig = Rig(target, vocab=100)
+    sampling = SamplingParams(temperature=1.0, logit_bias=((90, 5.0),), presence_penalty=1.0)
+    rig.tell(begins=(begin(1, [1, 2], 4, sampling, suppressed_ids=(95,), suppressed_until=50), begin(2, [1, 99])))
+    frames = rig.run()
+    assert [frame.sequence for frame in frames if isinstance(frame, Decline)] == [2]
+    assert sum(len(frame.proposals) for frame in frames if isinstance(frame, ProposalBatch)) == 4
+
+
+@pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.REJECTION])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_give_no_guess_and_spoil_no_other_sequence(target, mode, bad):
+    rig = Rig(target)
+
+    def spoil(logits):
+        logits[0, 5] = bad
+        return logits
+
+    rig.runner.spoil = spoil
+    rig.tell(begins=(begin(1, [1, 2, 3], 1, SAMPLED, mode), begin(2, [4, 5, 6], 1, SAMPLED, mode)))
+    assert list(rig.guesses()) == [2]
+    assert rig.proposer.stats.unusable_rows == 1
+    rig.runner.spoil = lambda logits: logits
+    rig.tell(commits=(commit(1, 3, [7], 2),))
+    assert len(rig.guesses()[1]) == 2
+
+
+def test_rejection_guesses_are_drawn_from_the_very_distribution_that_is_sent(target):
+    rig = Rig(target)
+    rig.tell(begins=(begin(1, [1, 2, 3], 5, SamplingParams(temperature=0.8, top_k=5), Mode.REJECTION, seed=3), begin(2, [4], 3)))
+    proposals = [proposal for frame in rig.run() for proposal in frame.proposals]
+    certain = [proposal for proposal in proposals if proposal.sequence == 2]
+    drawn = [proposal for proposal in proposals if proposal.sequence == 1]
+    assert not any(proposal.distributions for proposal in certain)
+    for proposal in drawn:
+        (distribution,) = proposal.distributions
+        assert len(distribution.token_ids) <= 5
+        assert proposal.token_ids == (draw(distribution, derive_key(3, "guess", 0), proposal.start),)
+
+
+def test_greedy_guesses_in_rejection_mode_are_certain(target):
+    rig = Rig(target)
+    rig.tell(begins=(begin(1, [1, 2, 3], 4, GREEDY, Mode.REJECTION),))
+    proposals = [proposal for frame in rig.run() for proposal in frame.proposals]
+    assert [token_id for proposal in proposals for token_id in proposal.token_ids] == decode(target, [1, 2, 3], 4)
+    assert not any(proposal.distributions for proposal in proposals)
+
+
+def test_a_rewind_in_rejection_mode_draws_with_fresh_noise(target):
+    rig = Rig(target)
+    rig.tell(begins=(begin(1, [1, 2, 3], 1, SamplingParams(temperature=50.0), Mode.REJECTION, seed=3),))
+    drawn = [rig.guesses()[1][0]]
+    for _ in range(5):
+        rig.tell(commits=(commit(1, 3, [], 1, rewind=True),))
+        drawn += rig.guesses()[1]
+    assert len(set(drawn)) > 3
+
+
+def test_an_end_and_a_lost_link_free_the_kv_at_once(target):
+    rig = Rig(target)
+    rig.tell(begins=(begin(1, [1] * 9), begin(2, [2] * 9)))
+    rig.run()
+    rig.tell(ends=(End(1, EndReason.CANCELLED),))
+    assert rig.proposer.stats.used_blocks == rig.allocator.num_used == 3
+    rig.drafter.reset()
+    assert rig.proposer.stats.free_blocks == rig.allocator.num_free == 64
+    rig.allocator.check_integrity([])
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["agree", "differ", "beyond", "rewind", "step"]), st.sampled_from([0, 1]), st.integers(0, 5), st.integers(0, 4)),
+    max_size=12,
+)
+
+
+@settings(max_examples=40)
+@given(actions=ACTIONS, temperature=st.sampled_from([0.0, 1.0]), budget=st.sampled_from([3, 512]))
+def test_kv_equals_a_fresh_prefill_and_guesses_equal_plain_picks_after_any_commits(draft, actions, temperature, budget):
+    sampling = SamplingParams(temperature=temperature)
+    runner, allocator = ModelRunner(draft, 64, 4), BlockAllocator(64, 4)
+    proposer = DraftModel(runner, allocator, budget)
+    sequences = [DraftSequence.of(begin(number, [number + 1, 2, 3], 4, sampling), VOCAB, 1_000) for number in (0, 1)]
+    for sequence in sequences:
+        proposer.open(sequence)
+
+    def propose():
+        requests = [(sequence, sequence.room) for sequence in sequences if sequence.room]
+        for (sequence, _), guesses in zip(requests, proposer.propose(requests), strict=True):
+            if guesses:
+                text = sequence.committed + sequence.tail
+                assert [guess.token_id for guess in guesses] == decode(draft, text, 1, sampling, prompt_length=3)
+                sequence.extend(guess.token_id for guess in guesses)
+        for sequence in sequences:
+            assert_kv_matches_fresh_prefill(runner, proposer.cached(sequence))
+            assert sequence.digest == extend(0, sequence.committed + sequence.tail)
+
+    for action, which, count, window in [*actions, ("step", 0, 0, 4), ("step", 0, 0, 4)]:
+        sequence = sequences[which]
+        tail, base = list(sequence.tail), len(sequence.committed)
+        if action == "agree":
+            sequence.settle(commit(which, base, tail[:count], window))
+        elif action == "differ" and count < len(tail):
+            sequence.settle(commit(which, base, [*tail[:count], (tail[count] + 1) % VOCAB], window))
+        elif action == "beyond":
+            sequence.settle(commit(which, base, [*tail, *range(count)], window))
+        elif action == "rewind":
+            sequence.settle(commit(which, base, tail[:count], window, rewind=True))
+        else:
+            propose()
+    tables = [proposer.cached(sequence).block_table for sequence in sequences]
+    allocator.check_integrity(tables)
+
+
+def test_the_cached_sequence_never_claims_more_than_the_text_has(draft):
+    rig = Rig(draft)
+    sequence = DraftSequence.of(begin(1, [1, 2, 3]), VOCAB, 1_000)
+    rig.proposer.open(sequence)
+    assert rig.proposer.cached(sequence) == Sequence([])
+    ((guess,),) = rig.proposer.propose([(sequence, 4)])
+    sequence.extend([guess.token_id])
+    assert rig.proposer.cached(sequence).kv_len == len(sequence.committed)

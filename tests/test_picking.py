@@ -1,0 +1,313 @@
+"""From logits to tokens: against a slow, plain reading of the specification, row by row."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared import picking
+from shared.noise import gumbel, key_tensor, noise_key
+from shared.picking import finite_rows, pick_tokens, probabilities, process
+from shared.sampling import Pick, SamplingParams, TokenRules
+
+INF = float("inf")
+
+
+def make_pick(sampling=None, *, seed=1, committed=(1, 2, 3), guesses=(), prompt_length=2, vocab_size=10**6, suppressed=(), until=0):
+    rules = TokenRules(sampling or SamplingParams(), prompt_length, vocab_size, suppressed, until)
+    return Pick(rules, noise_key(seed), committed, guesses)
+
+
+def expected_scores(logits, pick):
+    """The specification, one token at a time, in plain Python."""
+    rules, sampling = pick.rules, pick.rules.sampling
+    scores = list(logits)
+    history = [*pick.committed, *pick.guesses]
+    output = history[rules.prompt_length :]
+    for token_id in {token_id for token_id in history if 0 <= token_id < len(scores)}:
+        score = scores[token_id]
+        scores[token_id] = score / sampling.repetition_penalty if score > 0 else score * sampling.repetition_penalty
+        scores[token_id] -= sampling.presence_penalty * (token_id in output) + sampling.frequency_penalty * output.count(token_id)
+    for token_id, addend in sampling.logit_bias:
+        scores[token_id] += addend
+    scores = [score if token_id < rules.vocab_size else -INF for token_id, score in enumerate(scores)]
+    if pick.position < rules.suppressed_until:
+        left = [-INF if token_id in rules.suppressed_ids else score for token_id, score in enumerate(scores)]
+        scores = left if max(left) > -INF else scores
+    if sampling.is_greedy:
+        return scores
+    scores = [score / sampling.temperature for score in scores]
+    order = sorted(range(len(scores)), key=lambda token_id: (-scores[token_id], token_id))
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    weights = [math.exp(scores[token_id] - scores[order[0]]) for token_id in order]
+    if sampling.top_p < 1:
+        num_kept = 1
+        while num_kept < len(order) and math.fsum(weights[:num_kept]) < sampling.top_p * math.fsum(weights):
+            num_kept += 1
+        order = order[:num_kept]
+    kept = {token_id for token_id, weight in zip(order, weights, strict=False) if weight >= sampling.min_p}
+    return [score if token_id in kept else -INF for token_id, score in enumerate(scores)]
+
+
+# Shares and thresholds that no small sum of weights meets exactly: at an exact meeting rounding decides, in either reading.
+SAMPLINGS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.9]),
+    top_k=st.sampled_from([0, 0, 1, 2, 3, 5, 100]),
+    top_p=st.sampled_from([1.0, 0.12345, 0.51234, 0.91234, 0.99991]),
+    min_p=st.sampled_from([0.0, 0.0, 0.0312345, 0.412345]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.5, -0.25]),
+    frequency_penalty=st.sampled_from([0.0, 0.25]),
+    logit_bias=st.sampled_from([(), ((0, 3.5), (4, -2.0)), ((2, -100.0),)]),
+)
+# Few values, so that ties are common.
+ROWS = st.lists(st.sampled_from([-3.0, -1.5, -0.5, 0.0, 0.5, 1.0, 2.0, 2.5]), min_size=8, max_size=8)
+IDS = st.lists(st.integers(0, 7), max_size=5).map(tuple)
+
+
+@st.composite
+def batches(draw):
+    num_rows = draw(st.integers(1, 6))
+    logits = torch.tensor([draw(ROWS) for _ in range(num_rows)], dtype=torch.float64)
+    picks = [
+        make_pick(
+            draw(SAMPLINGS),
+            seed=draw(st.integers(0, 2**64 - 1)),
+            committed=(0, *draw(IDS)),
+            guesses=draw(IDS),
+            prompt_length=draw(st.integers(0, 2)),
+            vocab_size=draw(st.sampled_from([6, 8, 100])),
+            suppressed=draw(st.sampled_from([(), (1,), (1, 3), tuple(range(8))])),
+            until=draw(st.sampled_from([0, 4, 100])),
+        )
+        for _ in range(num_rows)
+    ]
+    return logits, picks
+
+
+@given(batches())
+@settings(max_examples=250, deadline=None)
+def test_scores_follow_the_specification(batch):
+    logits, picks = batch
+    scores = process(logits, picks)
+    for row, pick in enumerate(picks):
+        assert scores[row].tolist() == pytest.approx(expected_scores(logits[row].tolist(), pick), rel=1e-12)
+
+
+@given(batches(), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_a_row_does_not_depend_on_its_batch_or_its_place(batch, random):
+    logits, picks = batch
+    together, tokens = process(logits, picks), pick_tokens(logits, picks)
+    order = random.sample(range(len(picks)), random.randint(1, len(picks)))
+    apart = process(logits[order], [picks[row] for row in order])
+    assert apart.equal(together[order])
+    assert pick_tokens(logits[order], [picks[row] for row in order]).equal(tokens[order])
+
+
+def test_a_wide_row_does_not_depend_on_its_batch():
+    # Wide enough for tiles, for the first look at the nucleus and for a second one.
+    logits = torch.randn(6, 40_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * torch.tensor([[0.1], [1], [2], [4], [8], [3]])
+    samplings = [SamplingParams(top_p=0.9), SamplingParams(top_p=0.97), SamplingParams(top_p=0.8, top_k=3000), SamplingParams(min_p=0.01)]
+    picks = [make_pick(sampling, seed=seed) for seed, sampling in enumerate([*samplings, SamplingParams(), SamplingParams(temperature=0.0)])]
+    scores, tokens = process(logits, picks), pick_tokens(logits, picks)
+    for row in range(6):
+        assert process(logits[row : row + 1], picks[row : row + 1]).equal(scores[row : row + 1])
+        assert pick_tokens(logits[row : row + 1], picks[row : row + 1]).equal(tokens[row : row + 1])
+    reversed_rows = list(reversed(range(6)))
+    assert pick_tokens(logits[reversed_rows], [picks[row] for row in reversed_rows]).equal(tokens[reversed_rows])
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9, 0.999])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
+def test_the_nucleus_is_the_same_however_far_it_reaches(share, scale):
+    # Rounded logits: thousands of ties, many of them at the edge.
+    logits = (torch.randn(1, 30_000, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) * scale).round(decimals=2)
+    kept = process(logits, [make_pick(SamplingParams(top_p=share))])[0] > -INF
+    ordered = logits[0].sort(descending=True, stable=True)
+    mass = (ordered.values - ordered.values[0]).exp().cumsum(0)
+    size = 1 + int((mass < share * mass[-1]).sum())
+    assert kept.nonzero()[:, 0].equal(ordered.indices[:size].sort().values)
+
+
+def test_ties_at_the_kth_stay_in_order_of_id():
+    logits = torch.tensor([[1.0, 5.0, 3.0, 3.0, 3.0, 0.0]])
+    assert (process(logits, [make_pick(SamplingParams(top_k=3))])[0] > -INF).nonzero()[:, 0].tolist() == [1, 2, 3]
+    # Also where ties are so many that a heap would lose their order.
+    flat = torch.zeros(1, 50_000)
+    assert (process(flat, [make_pick(SamplingParams(top_k=40))])[0] > -INF).nonzero()[:, 0].tolist() == list(range(40))
+
+
+def test_top_p_keeps_the_smallest_prefix_with_enough_mass_and_at_least_one():
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
+
+    def kept(top_p):
+        return (process(logits, [make_pick(SamplingParams(top_p=top_p))])[0] > -INF).nonzero()[:, 0].tolist()
+
+    assert kept(1e-9) == [0]
+    assert kept(0.4999) == [0]
+    assert kept(0.5001) == [0, 1]
+    assert kept(0.7501) == [0, 1, 2]
+    assert kept(0.8751) == [0, 1, 2, 3]
+    # Exactly enough is enough: of four equals, two have half of the mass.
+    assert (process(torch.zeros(1, 4), [make_pick(SamplingParams(top_p=0.5))])[0] > -INF).nonzero()[:, 0].tolist() == [0, 1]
+
+
+def test_top_p_is_measured_on_what_top_k_left():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+    # Of the best two, the first has 4/7 of the mass.
+    kept = process(logits, [make_pick(SamplingParams(top_k=2, top_p=0.55))])[0] > -INF
+    assert kept.tolist() == [True, False, False, False]
+
+
+def test_each_row_counts_its_own_guesses():
+    logits = torch.zeros(3, 10)
+    sampling = SamplingParams(frequency_penalty=1.0)
+    picks = [make_pick(sampling, committed=(9, 9, 5), guesses=guesses) for guesses in ((), (5,), (5, 7))]
+    scores = process(logits, picks)
+    assert scores[:, 5].tolist() == [-1, -2, -2]
+    assert scores[:, 7].tolist() == [0, 0, -1]
+    assert scores[:, 9].tolist() == [0, 0, 0], "the prompt is no output"
+
+
+def test_repetition_penalty_counts_the_prompt_and_is_applied_once():
+    logits = torch.tensor([[2.0, -2.0, 2.0, -2.0]])
+    scores = process(logits, [make_pick(SamplingParams(repetition_penalty=2.0), committed=(0, 0, 1), prompt_length=3)])
+    assert scores[0].tolist() == [1.0, -4.0, 2.0, -2.0]
+
+
+def test_a_guess_outside_the_vocabulary_reaches_no_index():
+    logits = torch.zeros(1, 4)
+    sampling = SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0, temperature=0.0)
+    pick = make_pick(sampling, committed=(0,), guesses=(4, 2**31 - 1, -1, 2), prompt_length=0)
+    assert process(logits, [pick])[0].tolist() == [-1, 0, -1, 0]
+
+
+def test_ids_beyond_the_tokenizer_cannot_win():
+    logits = torch.tensor([[0.0, 1.0, 50.0]]).expand(2, 3)
+    picks = [make_pick(SamplingParams(temperature=temperature), vocab_size=2) for temperature in (0.0, 1.0)]
+    assert max(pick_tokens(logits, picks).tolist()) < 2
+
+
+def test_suppressed_ids_come_back_at_their_position():
+    logits = torch.tensor([[0.0, 9.0, 1.0]]).expand(2, 3)
+    greedy = SamplingParams(temperature=0.0)
+    picks = [make_pick(greedy, guesses=guesses, suppressed=(1,), until=4) for guesses in ((), (2,))]
+    assert [pick.position for pick in picks] == [3, 4]
+    assert pick_tokens(logits, picks).tolist() == [2, 1]
+
+
+def test_suppression_of_every_token_is_lifted():
+    picks = [make_pick(SamplingParams(temperature=t), suppressed=(0, 1, 2), until=99, vocab_size=3) for t in (0.0, 1.0)]
+    logits = torch.tensor([[0.0, 2.0, 1.0, 5.0]]).expand(2, 4)
+    assert process(logits, picks).isfinite().tolist() == [[True, True, True, False]] * 2
+    assert pick_tokens(logits, picks)[0] == 1
+    assert not probabilities(process(logits, picks), picks).isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [5, 300, 151_936])
+def test_greedy_ties_go_to_the_lowest_id(dtype, width):
+    logits = torch.zeros(3, width, dtype=dtype)
+    logits[1, [3, width - 1]] = 1.0
+    logits[2, width // 2 :] = 1.0
+    picks = [make_pick(SamplingParams(temperature=0.0))] * 3
+    assert pick_tokens(logits, picks).tolist() == [0, 3, width // 2]
+
+
+def test_tied_noisy_scores_go_to_the_lowest_id():
+    # Scores so large that the noise is lost in rounding: a tie of everything, searched in tiles and one by one.
+    picks = [make_pick()]
+    everything = torch.full((1, 100_000), 1e30, dtype=torch.float64)
+    assert pick_tokens(everything, picks).tolist() == [0]
+    few = torch.zeros(1, 100_000, dtype=torch.float64)
+    few[0, [777, 5_000, 99_999]] = 1e30
+    assert pick_tokens(few, picks).tolist() == [777]
+
+
+def full_noisy_argmax(scores, picks):
+    """Noise for every token, and the first of the best: what the bound and the tiles must not change."""
+    keys, positions = key_tensor(pick.key for pick in picks), torch.tensor([pick.position for pick in picks])
+    totals = scores + gumbel(keys[:, None], positions[:, None], torch.arange(scores.shape[-1]))
+    return [row.index(max(row)) for row in totals.tolist()]
+
+
+@given(
+    width=st.sampled_from([3, 17, 900, 9000]),
+    scale=st.sampled_from([0.0, 0.5, 3.0, 10.0, 100.0]),
+    sampling=st.builds(
+        SamplingParams, temperature=st.sampled_from([0.5, 1.0, 5.0]), top_k=st.sampled_from([0, 0, 4]), top_p=st.sampled_from([1.0, 0.9])
+    ),
+    seed=st.integers(0, 2**63 - 1),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+@settings(max_examples=100, deadline=None)
+def test_skipping_tokens_that_cannot_win_changes_no_pick(width, scale, sampling, seed, dtype):
+    logits = (torch.randn(4, width, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+    picks = [make_pick(sampling, seed=seed + row, committed=tuple(range(row + 1)), prompt_length=0) for row in range(4)]
+    assert pick_tokens(logits, picks).tolist() == full_noisy_argmax(process(logits, picks), picks)
+
+
+def test_both_ways_of_searching_are_taken(monkeypatch):
+    logits = torch.randn(8, 4000, generator=torch.Generator().manual_seed(3)) * torch.tensor([[1.0], [30.0]]).repeat(4, 1)
+    picks = [make_pick(seed=row) for row in range(8)]
+    expected = full_noisy_argmax(process(logits, picks), picks)
+    for threshold in (-1.0, 0.1, 2.0):  # everything in tiles, some of each, everything one by one
+        monkeypatch.setattr(picking, "_DENSE_ABOVE", threshold)
+        assert pick_tokens(logits, picks).tolist() == expected
+
+
+def test_picks_follow_the_softmax():
+    # Chi-square over 1e5 fixed seeds, 4 degrees of freedom, false alarm rate 1e-4 (critical value 23.51).
+    num_seeds = 100_000
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5]])
+    picks = [make_pick(SamplingParams(temperature=0.8), seed=seed) for seed in range(num_seeds)]
+    expected = probabilities(process(logits, picks[:1]), picks[:1])[0] * num_seeds
+    counts = torch.bincount(pick_tokens(logits.expand(num_seeds, 5), picks), minlength=5)
+    assert ((counts - expected) ** 2 / expected).sum() < 23.51
+    # Negative control: the distribution at another temperature.
+    wrong = logits[0].double().softmax(-1) * num_seeds
+    assert ((counts - wrong) ** 2 / wrong).sum() > 23.51
+
+
+def test_malformed_rows_are_told_apart_and_hurt_no_other():
+    good = [0.5, -1.0, 2.0, 0.0]
+    bad = [[float("nan"), 1.0, 2.0, 3.0], [INF, 0.0, 0.0, 0.0], [-INF] * 4, [float("nan")] * 4]
+    logits = torch.tensor([good, *bad, good])
+    for sampling in (SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1)):
+        picks = [make_pick(sampling, suppressed=(0,), until=99)] * 6
+        assert finite_rows(logits).tolist() == [True, False, False, False, False, True]
+        tokens = pick_tokens(logits, picks)
+        assert ((tokens >= 0) & (tokens < 4)).all()
+        assert tokens[[0, 5]].tolist() == pick_tokens(logits[[0]], picks[:1]).tolist() * 2
+    assert finite_rows(torch.tensor([[-INF, 0.0]])).tolist() == [True]
+
+
+def test_logits_are_not_changed():
+    logits = torch.randn(2, 9, dtype=torch.float64)
+    before = logits.clone()
+    sampling = SamplingParams(temperature=0.5, top_k=2, repetition_penalty=1.5, logit_bias=((1, 1.0),))
+    pick_tokens(logits, [make_pick(sampling, suppressed=(2,), until=9)] * 2)
+    assert logits.equal(before)
+
+
+def test_scores_are_float32_or_wider():
+    for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+        assert process(torch.zeros(1, 4, dtype=dtype), [make_pick(SamplingParams(temperature=0.7, top_p=0.5))]).dtype == wanted
+
+
+def test_no_rows_are_no_work():
+    assert pick_tokens(torch.zeros(0, 5), []).shape == (0,)
+    assert process(torch.zeros(0, 5), []).shape == (0, 5)
+
+
+def test_probabilities_sum_to_one_and_are_certain_where_greedy():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]]).expand(2, 4)
+    picks = [make_pick(SamplingParams(top_k=2)), make_pick(SamplingParams(temperature=0.0))]
+    distributions = probabilities(process(logits, picks), picks)
+    assert distributions.dtype == torch.float64
+    assert distributions.tolist() == [[0.0, 0.5, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0]]

@@ -1,0 +1,186 @@
+"""The verifier process: load, serve, stop, in that order. It is the one place where the parts of the service meet."""
+
+import asyncio
+import secrets
+import signal
+import time
+from contextlib import suppress
+from importlib.metadata import version
+
+import grpc
+import structlog
+import uvloop
+from outrider.v1 import link_pb2_grpc, verifier_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from shared import logs
+from shared.default_model import resolve
+from shared.engine.pool import Pool, PoolConfig, load_pool
+from shared.errors import EngineFailure
+from shared.link import MAX_DISTRIBUTION_PAIRS, MAX_PROPOSAL_TOKENS, PROTOCOL_REVISION, Welcome
+from shared.rpc.convert_generate import Limits
+from shared.rpc.exposition import exposition
+from shared.rpc.guards import Gate, bearer_guard
+from shared.rpc.health import Health
+from shared.rpc.interceptors import CallInterceptor, Guard
+from shared.rpc.options import GENERATE_MAX_MESSAGE_BYTES, LINK_MAX_MESSAGE_BYTES
+from shared.rpc.server import bind, make_server, run_until_signal
+from shared.sampling import Mode
+from shared.tokenizer import Tokenizer, load_tokenizer
+from verifier_service.config import VerifierConfig
+from verifier_service.engine import Engine, EngineLimits
+from verifier_service.info import ModelInfo, VerifierInfo
+from verifier_service.link_servicer import SILENCE_S, LinkServicer
+from verifier_service.metrics import VerifierMetrics
+from verifier_service.scheduler import SchedulerLimits
+from verifier_service.service import Verifier
+from verifier_service.servicer import VerifierServicer
+
+_VERIFIER, _LINK = "outrider.v1.VerifierService", "outrider.v1.LinkService"
+_WATCH_S = 1.0
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+def run(config: VerifierConfig) -> None:
+    """Runs the service until a signal ends it.
+
+    Raises:
+        UnsupportedModel: the target cannot be served.
+        CannotListen: an address is in use.
+        EngineFailure: the engine has stopped by itself.
+    """
+    logs.set_up("verifier", config.log_level, config.log_format)
+    (uvloop.run if config.loop == "uvloop" else asyncio.run)(_serve(config))
+
+
+async def _serve(config: VerifierConfig) -> None:
+    registry, health, gate = CollectorRegistry(), await Health.of(_VERIFIER, _LINK), Gate("verifier")
+    link_guards: list[Guard] = [gate]
+    if config.link_token_file is not None:
+        link_guards.append(bearer_guard(_LINK, config.link_token_file.read_text().strip()))
+    door = make_server(CallInterceptor([gate]), GENERATE_MAX_MESSAGE_BYTES, health, [_VERIFIER])
+    link_door = make_server(CallInterceptor(link_guards, SILENCE_S), LINK_MAX_MESSAGE_BYTES, health, [_LINK])
+    address, link_address = bind(door, config.listen), bind(link_door, config.link)
+    with exposition(registry, config.metrics) as metrics_address:
+        # Listening before loading: health can tell, and clients are refused with a reason instead of a closed port.
+        await asyncio.gather(door.start(), link_door.start())
+        _log.info("listening", clients=address, links=link_address, metrics=metrics_address or "off")
+        try:
+            tokenizer, pool = await asyncio.to_thread(_load, config)
+            await _serve_loaded(config, registry, health, gate, (door, link_door), tokenizer, pool)
+        finally:
+            await asyncio.gather(door.stop(None), link_door.stop(None))
+
+
+def _load(config: VerifierConfig) -> tuple[Tokenizer, Pool]:
+    def tell(fraction: float, what: str) -> None:
+        _log.info("loading", target=config.target, done=f"{fraction:.0%}", now=what)
+
+    directory = resolve(config.target)
+    tokenizer = load_tokenizer(directory)
+    pool_config = PoolConfig(
+        directory,
+        config.dtype,
+        config.device,
+        config.block_size,
+        config.kv_blocks,
+        config.kv_memory_fraction,
+        config.max_num_seqs,
+        config.max_model_len,
+        config.threads,
+    )
+    return tokenizer, load_pool(pool_config, tell)
+
+
+async def _serve_loaded(
+    config: VerifierConfig,
+    registry: CollectorRegistry,
+    health: Health,
+    gate: Gate,
+    doors: tuple[grpc.aio.Server, grpc.aio.Server],
+    tokenizer: Tokenizer,
+    pool: Pool,
+) -> None:
+    metrics = VerifierMetrics(registry, config.target, config.max_draft_tokens)
+    model = ModelInfo(config.target, tokenizer.fingerprint, str(pool.model.dtype).removeprefix("torch."), str(pool.model.device))
+    metrics.set_build_info(
+        version=version("outrider"),
+        protocol_revision=str(PROTOCOL_REVISION),
+        model=config.target,
+        tokenizer=tokenizer.fingerprint[:12],
+        dtype=model.dtype,
+        device=model.device,
+    )
+    default_mode = Mode(config.mode)
+    limits = Limits(
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=pool.max_model_len,
+        max_prompt_bytes=config.max_prompt_bytes,
+        max_draft_tokens=config.max_draft_tokens,
+        modes=(default_mode, *(mode for mode in Mode if mode is not default_mode)),
+    )
+    verifier = Verifier(
+        tokenizer.fingerprint,
+        config.max_queue,
+        config.max_num_seqs,
+        time.monotonic,
+        metrics.observe_step,
+        metrics.observe_round_trip,
+        # Nothing can be served any more: end in order, and let whoever started this process start it again.
+        on_crash=lambda: signal.raise_signal(signal.SIGTERM),
+    )
+    step_limits = SchedulerLimits(config.max_num_seqs, config.max_step_tokens, config.max_draft_tokens)
+    verifier.start(
+        lambda tell: Engine(
+            pool.runner,
+            pool.allocator,
+            tokenizer.vocab_size,
+            EngineLimits(step_limits, pool.max_model_len, config.window),
+            config.scorer,
+            tell,
+            time.monotonic,
+            lambda: secrets.randbits(64),
+        )
+    )
+    metrics.watch_engine(lambda: verifier.engine_age_s)
+    metrics.set_occupancy(0, 0, pool.allocator.num_free, pool.allocator.num_used)
+
+    def describe() -> VerifierInfo:
+        return VerifierInfo(model, limits, verifier.drafters(), verifier.refused_drafters())
+
+    door, link_door = doors
+    servicer = VerifierServicer(
+        verifier, tokenizer, frozenset(pool.model.eos_token_ids), describe, metrics, lambda: secrets.randbits(64)
+    )
+    welcome = Welcome(tokenizer.vocab_size, MAX_PROPOSAL_TOKENS, MAX_DISTRIBUTION_PAIRS, pool.max_model_len)
+    link_servicer = LinkServicer(verifier, welcome)
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, door)
+    link_pb2_grpc.add_LinkServiceServicer_to_server(link_servicer, link_door)
+    gate.open()
+    await health.set_serving(True)
+    _log.info("serving", target=config.target, blocks=pool.allocator.num_blocks, block_size=config.block_size, max_model_len=pool.max_model_len)
+    watch = asyncio.create_task(_watch(verifier, metrics, health, config.stall_timeout_s))
+    try:
+        await run_until_signal(doors, health, gate, config.drain_grace_s, link_servicer.end_links)
+    finally:
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+        await verifier.close()
+    if verifier.has_crashed:
+        raise EngineFailure("the engine has stopped by itself; the log says why")
+
+
+async def _watch(verifier: Verifier, metrics: VerifierMetrics, health: Health, stall_timeout_s: float) -> None:
+    """Tells metrics what no step tells, and health whether the engine shows itself. Keepalive cannot: gRPC answers it by itself."""
+    serving = True
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        drafters = verifier.drafters()
+        metrics.observe_links(verifier.link_counters().values(), len(drafters), sum(drafter.suspended for drafter in drafters))
+        healthy = verifier.engine_age_s < stall_timeout_s
+        if healthy is not serving:
+            serving = healthy
+            _log.warning("engine shows itself again" if healthy else "engine has stalled", age_s=round(verifier.engine_age_s, 1))
+            await health.set_serving(healthy)
