@@ -77,11 +77,12 @@ def up_command(
     """Run both services on this machine."""
     from client.pair import plan
     from client.supervisor import Supervisor
-    from client.up import children, line_writer, run_up
+    from client.up import check_addresses_are_free, children, line_writer, run_up
 
     to_verifier = [("--target", target), ("--listen", port and f"127.0.0.1:{port}"), ("--link", link_port and f"127.0.0.1:{link_port}")]
     to_draft = [("--draft", draft), ("--listen", draft_port and f"127.0.0.1:{draft_port}")]
     pair = plan([f"{name}={text}" for name, text in to_verifier if text], [f"{name}={text}" for name, text in to_draft if text], assignments or ())
+    check_addresses_are_free(pair)
     console = Console(stderr=True, highlight=False)
     write = line_writer(console, plain=pair.verifier.log_format == "json")
     grace_s = max(pair.verifier.drain_grace_s, pair.draft.drain_grace_s) + 5.0

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +16,8 @@ from rich.text import Text
 from client.client import Client
 from client.pair import Pair
 from client.supervisor import Child, Supervisor, Write
-from shared.address import dial_address
-from shared.errors import OutriderError
+from shared.address import dial_address, split_address
+from shared.errors import CannotListen, OutriderError
 
 _COLOURS = {"verifier": "cyan", "draft": "magenta"}
 _PREFIX_WIDTH = max(map(len, _COLOURS))
@@ -43,6 +44,21 @@ def children(pair: Pair) -> list[Child]:
         ),
         Child("draft", (*launch, "draft", *pair.draft_flags), environment, partial(_is_serving, pair.draft.listen, "outrider.v1.DraftService")),
     ]
+
+
+def check_addresses_are_free(pair: Pair) -> None:
+    """Find out before anything starts: another pair on the same ports would pass for this one.
+
+    Raises:
+        CannotListen: an address is in use, or not one of this machine's.
+    """
+    for address in (pair.verifier.listen, pair.verifier.link, pair.verifier.metrics, pair.draft.listen, pair.draft.metrics):
+        if address:
+            host, port = split_address(address)
+            try:
+                socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+            except OSError as error:
+                raise CannotListen(f"cannot listen on {address}: {os.strerror(error.errno or 0)}. Does another `outrider up` run?") from None
 
 
 def line_writer(console: Console, plain: bool = False) -> Write:

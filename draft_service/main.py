@@ -8,7 +8,6 @@ from importlib.metadata import version
 import grpc
 import structlog
 import uvloop
-from outrider.v1 import draft_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from draft_service.config import DraftConfig
@@ -122,7 +121,7 @@ async def _serve_loaded(
     ):
         link = LinkClient(link_channel, hello, engine, token, on_state=note, on_round_trip=metrics.observe_round_trip)
         servicer = DraftServicer(verifier_channel, config.instance_id, config.name, proposer.name, config.link, lambda: link.state)
-        draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, door)
+        servicer.serve_on(door)
         engine.start()
         gate.open()
         await health.set_serving(True)

@@ -12,6 +12,7 @@ from shared.errors import Unavailable
 from shared.link import PROTOCOL_REVISION
 from shared.rpc.convert_generate import is_request_id
 from shared.rpc.interceptors import current_call
+from shared.rpc.server import add_to_running
 from shared.rpc.status import read_status
 
 _INFO_TIMEOUT_S = 2.0
@@ -41,6 +42,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._proposer = proposer
         self._link_address = link_address
         self._link_state = link_state
+
+    def serve_on(self, server: grpc.aio.Server) -> None:
+        """Take this service's calls on a server that runs already."""
+        add_to_running(draft_pb2_grpc.add_DraftServiceServicer_to_server, self, server)
 
     async def Generate(  # noqa: N802  # the name is the proto's
         self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ import pytest
 
 from client.pair import plan
 from client.supervisor import Child, ChildDied, Supervisor
-from client.up import children
+from client.up import check_addresses_are_free, children
 from shared.config import ConfigError
+from shared.errors import CannotListen
 
 # A stand-in service: says that it runs, ends in an orderly way on SIGTERM, or in the way it is told to.
 STAND_IN = """
@@ -202,3 +204,21 @@ def test_the_children_take_turns_on_all_cores() -> None:
     for child in (verifier, draft):
         assert child.environment["OMP_WAIT_POLICY"] == "PASSIVE"
         assert int(child.environment["OMP_NUM_THREADS"]) >= 1
+
+
+def test_an_address_in_use_is_told_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(CannotListen, match=address):
+            check_addresses_are_free(plan([], [], [f"draft.metrics={address}", *elsewhere()]))
+    check_addresses_are_free(plan([], [], [f"draft.metrics={address}", *elsewhere()]))
+
+
+def elsewhere() -> list[str]:
+    """Assignments that keep the other addresses off the default ports, which may be in use here."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    names = ("verifier.listen", "verifier.link", "draft.listen")
+    return [f"{name}=127.0.0.1:{port}" for name, port in zip(names, ports, strict=True)] + ["verifier.metrics="]

@@ -7,10 +7,10 @@ from shared.engine.sequence import Sequence
 from shared.errors import OutOfBlocks
 
 NUM_BLOCKS = 12
-OPERATIONS = st.lists(st.tuples(st.sampled_from(["open", "reserve", "rewind", "share", "release"]), st.integers(0, 7), st.integers(0, 30)), max_size=60)
+OPERATION = st.tuples(st.sampled_from(["open", "reserve", "rewind", "share", "release"]), st.integers(0, 7), st.integers(0, 30))
 
 
-@given(OPERATIONS)
+@given(st.lists(OPERATION, max_size=60))
 def test_books_balance_after_any_operations(operations):
     allocator = BlockAllocator(NUM_BLOCKS, block_size=4)
     live = []
@@ -95,7 +95,11 @@ def test_free_block_cannot_be_shared():
         BlockAllocator(4, 4).share([0])
 
 
-@pytest.mark.parametrize("claim", [lambda table: [], lambda table: [table[:1]], lambda table: [table, table], lambda table: [[*table, 3]], lambda table: [[*table, 9]]])
+@pytest.mark.parametrize(
+    "claim",
+    [lambda _: [], lambda table: [table[:1]], lambda table: [table, table], lambda table: [[*table, 3]], lambda table: [[*table, 9]]],
+    ids=["leaked", "partly leaked", "held twice", "free but held", "outside the pool"],
+)
 def test_integrity_check_names_the_broken_invariant(claim):
     allocator = BlockAllocator(4, 4)
     table = allocator.allocate(2)

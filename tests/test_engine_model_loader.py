@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -7,6 +8,8 @@ from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
     BartConfig,
+    BertConfig,
+    BloomConfig,
     Gemma3Config,
     GptOssConfig,
     JambaConfig,
@@ -20,8 +23,8 @@ from transformers import (
 )
 from transformers.models.bamba.modeling_bamba import BambaForCausalLM
 from transformers.models.bart.modeling_bart import BartForConditionalGeneration
-from transformers.models.bert.modeling_bert import BertConfig, BertLMHeadModel
-from transformers.models.bloom.modeling_bloom import BloomConfig, BloomForCausalLM
+from transformers.models.bert.modeling_bert import BertLMHeadModel
+from transformers.models.bloom.modeling_bloom import BloomForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
 from transformers.models.jamba.modeling_jamba import JambaForCausalLM
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ForCausalLM
@@ -37,8 +40,15 @@ from shared.engine.model_runner import ModelRunner
 from shared.errors import UnsupportedModel
 from tests.support.tiny_models import noisy_copy, random_model, tiny_llama
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-ENCODER_DECODER = {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+MAMBA_LAYERS: dict[str, Any] = {"mamba_d_state": 4, "mamba_n_heads": 2, "mamba_d_head": 32, "attn_layer_indices": [1]}
 
 
 def tiny_config(**changes):
@@ -81,11 +91,11 @@ class KeepsKeywordsToItself(LlamaForCausalLM):
 
 
 REFUSED = {
-    "mamba": (lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)), "cannot be rewound"),
-    "jamba": (lambda: JambaForCausalLM(JambaConfig(**SIZES, num_experts=1, use_mamba_kernels=False, mamba_d_state=4, mamba_dt_rank=4)), "cannot be rewound"),
-    "bamba": (lambda: BambaForCausalLM(BambaConfig(**SIZES, mamba_n_heads=2, mamba_d_head=32, mamba_d_state=4, attn_layer_indices=[1])), "cannot be rewound"),
+    "mamba": (lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)), "cannot be rewound"),
+    "jamba": (lambda: JambaForCausalLM(JambaConfig(**SIZES, num_experts=1, use_mamba_kernels=False)), "cannot be rewound"),
+    "bamba": (lambda: BambaForCausalLM(BambaConfig(**SIZES, **MAMBA_LAYERS)), "cannot be rewound"),
     "lfm2": (lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])), "layers of type conv"),
-    "bart": (lambda: BartForConditionalGeneration(BartConfig(**ENCODER_DECODER)), "encoder-decoder"),
+    "bart": (lambda: BartForConditionalGeneration(BartConfig(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1)), "encoder-decoder"),
     "t5": (lambda: T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)), "encoder-decoder"),
     "bert": (lambda: BertLMHeadModel(BertConfig(**{**SIZES, "is_decoder": False})), "not causal"),
     "bloom": (lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)), "an attention of its own"),
@@ -145,7 +155,9 @@ def test_loaded_model_equals_the_saved_one(saved):
     assert (loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids, loaded.num_layers) == (64, 1024, (2, 5), 2)
 
 
-@pytest.mark.parametrize(("asked", "got"), [("auto", torch.bfloat16), ("bfloat16", torch.bfloat16), ("float32", torch.float32), ("float64", torch.float64)])
+@pytest.mark.parametrize(
+    ("asked", "got"), [("auto", torch.bfloat16), ("bfloat16", torch.bfloat16), ("float32", torch.float32), ("float64", torch.float64)]
+)
 def test_dtype_is_the_stored_one_or_the_one_asked_for(saved, asked, got):
     loaded = load(str(saved), asked)
     assert loaded.dtype == got
@@ -211,7 +223,18 @@ def add_layer(path):
 
 
 @pytest.mark.parametrize(
-    "damage", [damage_config, unknown_model_type, needs_remote_code, remove_weights, pickle_weights, cut_weights, scramble_header, resize_layer, add_layer]
+    "damage",
+    [
+        damage_config,
+        unknown_model_type,
+        needs_remote_code,
+        remove_weights,
+        pickle_weights,
+        cut_weights,
+        scramble_header,
+        resize_layer,
+        add_layer,
+    ],
 )
 def test_damaged_files_are_told_in_a_sentence(saved, damage):
     reason = damage(saved)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from shared.digest import extend
 from shared.link import Proposal
-from verifier_service.guesses import GuessBuffer
+from verifier_service.guesses import GuessBuffer, Settled
 
 
 def piece(text: list[int], start: int, tokens: list[int]) -> Proposal:
@@ -52,12 +52,10 @@ def test_the_same_piece_twice_counts_once():
     assert buffer.token_ids == [3, 4]
 
 
-def test_a_gap_is_stale_and_remembered_until_the_drafter_starts_over():
+def test_a_piece_beyond_a_gap_is_stale():
     buffer = GuessBuffer([1, 2])
     assert buffer.join(piece([1, 2, 3], 3, [4]), 8, False).stale == "gap"
-    assert buffer.lost
-    buffer.clear()
-    assert not buffer.lost
+    assert len(buffer) == 0
 
 
 def test_no_more_than_the_window_is_held():
@@ -69,7 +67,7 @@ def test_no_more_than_the_window_is_held():
 def test_a_contradicting_commit_drops_all():
     buffer = GuessBuffer([1])
     buffer.join(piece([1], 1, [2, 3, 4]), 8, False)
-    assert buffer.commit([2, 9]) == 2
+    assert buffer.commit([2, 9]) == Settled(foreseen=False, num_dropped=2)
     assert len(buffer) == 0
     assert buffer.join(piece([1, 2, 9], 3, [5]), 8, False).num_joined == 1
 

@@ -299,8 +299,10 @@ async def test_ending_links_says_goodbye_on_each() -> None:
 
 async def test_nothing_of_a_link_is_left_behind() -> None:
     async with _verifier() as verifier:
-        before = asyncio.all_tasks()
         peer = await verifier.attach()
+        readers = [task for task in asyncio.all_tasks() if "_Session.read" in repr(task)]
+        assert len(readers) == 1
         peer.call.cancel()
         await verifier.links.detached.get()
-        await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True), 10)
+        await asyncio.wait(readers, timeout=10)
+        assert readers[0].done()

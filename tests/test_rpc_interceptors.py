@@ -102,7 +102,7 @@ async def test_a_handler_may_abort_by_itself() -> None:
             raise AssertionError("abort returned")
 
     with structlog.testing.capture_logs() as lines:
-        async with connected(_add(Aborting())) as channel:
+        async with connected(_add(Aborting()), grace_s=10) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 await verifier_pb2_grpc.VerifierServiceStub(channel).GetInfo(info_pb2.GetInfoRequest())
     assert (failure.value.code(), failure.value.details()) == (grpc.StatusCode.ALREADY_EXISTS, "as I said")
@@ -121,7 +121,7 @@ async def test_a_request_id_is_taken_from_the_metadata_or_made(given: str, is_ke
         return info_pb2.GetInfoResponse()
 
     with structlog.testing.capture_logs() as lines:
-        async with connected(_add(_Servicer(info=info))) as channel:
+        async with connected(_add(_Servicer(info=info)), grace_s=10) as channel:
             await verifier_pb2_grpc.VerifierServiceStub(channel).GetInfo(info_pb2.GetInfoRequest(), metadata=(("x-request-id", given),))
     ((request_id, bound),) = seen
     assert request_id == bound
@@ -144,7 +144,7 @@ async def test_a_cancelled_stream_leaves_its_handler_at_once_and_is_logged_as_su
             left.set()
 
     with structlog.testing.capture_logs() as lines:
-        async with connected(_add(_Servicer(generate))) as channel:
+        async with connected(_add(_Servicer(generate)), grace_s=10) as channel:
             call = verifier_pb2_grpc.VerifierServiceStub(channel).Generate(generate_pb2.GenerateRequest())
             await call.read()
             call.cancel()
@@ -159,7 +159,7 @@ async def test_a_deadline_is_logged_as_such() -> None:
         await asyncio.Event().wait()
 
     with structlog.testing.capture_logs() as lines:
-        async with connected(_add(_Servicer(generate))) as channel:
+        async with connected(_add(_Servicer(generate)), grace_s=10) as channel:
             call = verifier_pb2_grpc.VerifierServiceStub(channel).Generate(generate_pb2.GenerateRequest(), timeout=0.2)
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 async for _ in call:

@@ -28,6 +28,19 @@ class Joined:
     num_stale: int
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a commit did to the buffer.
+
+    Args:
+        foreseen: all committed tokens were buffered guesses.
+        num_dropped: guesses dropped because the committed text contradicts them.
+    """
+
+    foreseen: bool
+    num_dropped: int
+
+
 @dataclass(slots=True)
 class GuessBuffer:
     """Consecutive guesses beyond the committed tokens.
@@ -37,14 +50,12 @@ class GuessBuffer:
         token_ids: the guesses, the first of them at position `committed_length`.
         distributions: per guess what it was drawn from; None if it was certain.
         overlapped: per guess whether it arrived while a step was being computed.
-        lost: a piece was missing; the drafter has to be told to start over.
     """
 
     committed: Sequence[int]
     token_ids: list[int] = field(default_factory=list)
     distributions: list[Distribution | None] = field(default_factory=list)
     overlapped: list[bool] = field(default_factory=list)
-    lost: bool = False
     # Position that `_digests[0]` stands before; pieces that start earlier were made for a text that ended long ago.
     _base: int = field(init=False)
     # The chain's digest before each position from `_base` on; one entry more than the chain has tokens beyond `_base`.
@@ -72,7 +83,6 @@ class GuessBuffer:
         size = len(proposal.token_ids)
         start, end = proposal.start, self.committed_length + len(self.token_ids)
         if start > end:
-            self.lost = True
             return Joined(0, "gap", size)
         if start < self._base:
             return Joined(0, "late", size)
@@ -95,12 +105,8 @@ class GuessBuffer:
             return Joined(0, "duplicate" if end > self.committed_length else "late", size)
         return Joined(num_joined, None, 0)
 
-    def commit(self, token_ids: Sequence[int]) -> int:
-        """Moves the committed length on; guesses that agree leave the head, the first that does not takes all with it.
-
-        Returns:
-            How many guesses were dropped because the committed text contradicts them.
-        """
+    def commit(self, token_ids: Sequence[int]) -> Settled:
+        """Moves the committed length on; guesses that agree leave the head, the first that does not takes all with it."""
         num_agreeing = 0
         for guess, token_id in zip(self.token_ids, token_ids, strict=False):
             if guess != token_id:
@@ -115,7 +121,7 @@ class GuessBuffer:
                 self._digests.append(splitmix64(self._digests[-1] ^ token_id))
         self._recent.extend(token_ids)
         self._drop_head(keep_from)
-        return num_dropped
+        return Settled(num_agreeing == len(token_ids), num_dropped)
 
     def drawn_from(self, count: int) -> tuple[Distribution, ...]:
         """What the first `count` guesses were drawn from; a guess that was certain stands for itself."""
@@ -126,7 +132,6 @@ class GuessBuffer:
         """Forgets all guesses: their drafter is gone, or is starting over."""
         del self._digests[len(self._recent) + 1 :]
         self._drop_head(len(self.token_ids))
-        self.lost = False
 
     def _drop_head(self, count: int) -> None:
         del self.token_ids[:count], self.distributions[:count], self.overlapped[:count]

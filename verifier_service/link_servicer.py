@@ -16,6 +16,7 @@ from shared.link import Capacity, Decline, FromVerifier, Goodbye, Heartbeat, Hel
 from shared.rpc.convert_link import MalformedFrame, from_speculate_request
 from shared.rpc.convert_step import to_speculate_responses
 from shared.rpc.interceptors import current_call
+from shared.rpc.server import add_to_running
 from verifier_service.outbox import Outbox
 
 # Nothing heard, or nothing taken, for this long ends a link. The second is the interceptor's write timeout of the link's server.
@@ -76,6 +77,10 @@ class LinkServicer(link_pb2_grpc.LinkServiceServicer):
         self._outbox_bytes = outbox_bytes
         self._clock = clock
         self._sessions: set[_Session] = set()
+
+    def serve_on(self, server: grpc.aio.Server) -> None:
+        """Take this service's calls on a server that runs already."""
+        add_to_running(link_pb2_grpc.add_LinkServiceServicer_to_server, self, server)
 
     def end_links(self) -> None:
         """Say goodbye on every link."""

@@ -10,7 +10,6 @@ from importlib.metadata import version
 import grpc
 import structlog
 import uvloop
-from outrider.v1 import link_pb2_grpc, verifier_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from shared import logs
@@ -155,8 +154,8 @@ async def _serve_loaded(
     )
     welcome = Welcome(tokenizer.vocab_size, MAX_PROPOSAL_TOKENS, MAX_DISTRIBUTION_PAIRS, pool.max_model_len)
     link_servicer = LinkServicer(verifier, welcome)
-    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, door)
-    link_pb2_grpc.add_LinkServiceServicer_to_server(link_servicer, link_door)
+    servicer.serve_on(door)
+    link_servicer.serve_on(link_door)
     gate.open()
     await health.set_serving(True)
     _log.info("serving", target=config.target, blocks=pool.allocator.num_blocks, block_size=config.block_size, max_model_len=pool.max_model_len)

@@ -15,6 +15,7 @@ from shared.errors import InvalidRequest, OutriderError
 from shared.link import PROTOCOL_REVISION
 from shared.rpc.convert_generate import MODE_TO_PROTO, Completion, Message, parse_request
 from shared.rpc.interceptors import current_call
+from shared.rpc.server import add_to_running
 from shared.tokenizer import Tokenizer
 from verifier_service.admission import build_request
 from verifier_service.completion import GrowingCompletion, Growth
@@ -72,6 +73,10 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._observer = observer
         self._draw_seed = draw_seed
         self._clock = clock
+
+    def serve_on(self, server: grpc.aio.Server) -> None:
+        """Take this service's calls on a server that runs already."""
+        add_to_running(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, self, server)
 
     async def Generate(  # noqa: N802  # the name is the proto's
         self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]

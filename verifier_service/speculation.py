@@ -86,7 +86,7 @@ class Speculation:
         match frame:
             case ProposalBatch():
                 for proposal in frame.proposals:
-                    self._join(drafter, proposal, now, overlapped)
+                    self._join(drafter, proposal, frame.step, now, overlapped)
                 drafter.answer(frame.step, frame.idle, now)
             case Capacity(sequences):
                 drafter.capacity = sequences
@@ -127,18 +127,21 @@ class Speculation:
     def committed(self, generation: Generation, base_length: int, accepted: int, token_ids: tuple[int, ...], now: float) -> None:
         """The target has chosen tokens: the buffer moves on, and so does the drafter's tail once it hears of it."""
         drafter = self._drafters.get(generation.drafter)
-        num_dropped = generation.guesses.commit(token_ids)
+        settled = generation.guesses.commit(token_ids)
         if drafter is None:
             return
+        if not settled.foreseen:
+            generation.cut_step = self._step + 1  # of the next flush, which tells of it
         generation.committed_at = now
-        if num_dropped or not self._runs_ahead:  # the drafter cannot go on before it hears of this
+        if settled.num_dropped or not self._runs_ahead:  # the drafter cannot go on before it hears of this
             if generation.missed_at is None:
                 generation.missed_at = now
             generation.expected_at = now + (drafter.timing.turnaround_s or 0.0)
-        drafter.counters.dropped += num_dropped
-        rewind = generation.guesses.lost
+        drafter.counters.dropped += settled.num_dropped
+        rewind = generation.lost
         if rewind:
             generation.guesses.clear()
+            generation.lost = False
         if any(begin.sequence == generation.number for begin in drafter.begins):
             self._begin(generation, drafter)  # not told yet: tell it with these tokens
         else:
@@ -216,7 +219,7 @@ class Speculation:
         overdue = generation.expected_at + (worth - pending - 1) * gap_s + _SLACK * (turnaround_s if not pending else gap_s)
         return _Wait(drafter.link, overdue, turnaround_s)
 
-    def _join(self, drafter: Drafter, proposal: Proposal, now: float, overlapped: bool) -> None:
+    def _join(self, drafter: Drafter, proposal: Proposal, step: int, now: float, overlapped: bool) -> None:
         counters, size = drafter.counters, len(proposal.token_ids)
         counters.received += size
         generation = self._live.get(proposal.sequence)
@@ -224,7 +227,10 @@ class Speculation:
             counters.stale["unknown_sequence"] += size
             return
         joined = generation.guesses.join(proposal, self._window, overlapped)
-        if joined.stale is not None:
+        if joined.stale == "gap" and step < generation.cut_step:
+            counters.stale["late"] += joined.num_stale  # it goes on from guesses that the drafter has dropped meanwhile
+        elif joined.stale is not None:
+            generation.lost |= joined.stale == "gap"
             counters.stale[joined.stale] += joined.num_stale
         if overlapped:
             counters.joined_while_computing += joined.num_joined
@@ -249,6 +255,7 @@ class Speculation:
 
     def _begin(self, generation: Generation, drafter: Drafter) -> None:
         generation.guesses.clear()
+        generation.lost, generation.cut_step = False, self._step + 1
         drafter.begins = [begin for begin in drafter.begins if begin.sequence != generation.number]
         drafter.commits = [commit for commit in drafter.commits if commit.sequence != generation.number]
         drafter.ends = [end for end in drafter.ends if end.sequence != generation.number]

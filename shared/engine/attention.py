@@ -20,7 +20,9 @@ from shared.errors import UnsupportedModel
 IMPLEMENTATION = "outrider_paged"
 
 # What models pass on to every attention layer and what says nothing about the maths of a cached causal forward pass.
-_HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position"})
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +88,14 @@ def _attend_group(cache: PagedKVCache, group: SpanGroup, call: AttentionCall) ->
     values = values.view(group.num_spans, context.width, num_kv_heads, -1).transpose(1, 2)
     # Query heads that share a key head stand beside the queries, so that keys and values are never repeated:
     # [num_spans, num_kv_heads, num_queries * queries_per_key, key_dim].
-    shape = (group.num_spans, group.num_queries, num_kv_heads, queries_per_key)
-    queries = call.queries[group.rows].reshape(*shape, key_dim).transpose(1, 2).flatten(2, 3)
+    queries = call.queries[group.rows].reshape(group.num_spans, group.num_queries, num_kv_heads, queries_per_key, key_dim)
+    queries = queries.transpose(1, 2).flatten(2, 3)
     if call.softcap is None:
         output = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=context.mask, scale=call.scaling)
     else:
         output = _softcapped(queries, keys, values, context.mask, call.scaling, call.softcap)
-    return output.unflatten(2, shape[1::2]).transpose(1, 2).reshape(-1, num_heads, values.shape[-1])
+    output = output.view(group.num_spans, num_kv_heads, group.num_queries, queries_per_key, values.shape[-1])
+    return output.transpose(1, 2).reshape(-1, num_heads, values.shape[-1])
 
 
 def _softcapped(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None, softcap: float) -> Tensor:
@@ -143,8 +146,10 @@ def _from_transformers(
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedModel("its attention is not causal: a token would have to be computed again for every token after it")
     layer = getattr(module, "layer_idx", None)
-    if attend is None or layer is None:
-        raise UnsupportedModel("its attention layers have no index" if layer is None else "it does not pass keyword arguments on to its attention layers")
+    if layer is None:
+        raise UnsupportedModel("its attention layers have no index")
+    if attend is None:
+        raise UnsupportedModel("it does not pass keyword arguments on to its attention layers")
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     output = attend(AttentionCall(layer, queries, keys, values, scaling, softcap, sliding_window))
     return output[None], None

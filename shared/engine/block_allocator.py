@@ -97,7 +97,8 @@ class BlockAllocator:
         for block in holders.keys() | held:
             count = self._reference_counts[block] if 0 <= block < self.num_blocks else 0
             if holders[block] != count:
-                raise BrokenInvariant(f"reference count = number of tables that hold a block: block {block} is counted {count} times and held {holders[block]} times")
+                claim = f"block {block} is counted {count} times and held {holders[block]} times"
+                raise BrokenInvariant(f"reference count = number of tables that hold a block: {claim}")
 
     def _check_held(self, blocks: Sequence[int], verb: str) -> None:
         for block, times in Counter(blocks).items():

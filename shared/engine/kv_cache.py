@@ -41,8 +41,8 @@ class PagedKVCache:
 
     def __init__(self, layers: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.block_size = block_size
-        self.keys = [torch.zeros(num_blocks, block_size, layer.num_kv_heads, layer.key_dim, dtype=dtype, device=device) for layer in layers]
-        self.values = [torch.zeros(num_blocks, block_size, layer.num_kv_heads, layer.value_dim, dtype=dtype, device=device) for layer in layers]
+        self.keys = [torch.empty(num_blocks, block_size, layer.num_kv_heads, layer.key_dim, dtype=dtype, device=device) for layer in layers]
+        self.values = [torch.empty(num_blocks, block_size, layer.num_kv_heads, layer.value_dim, dtype=dtype, device=device) for layer in layers]
         # The same memory by slot: [num_blocks * block_size, num_kv_heads, dim].
         self._keys_by_slot = [keys.flatten(0, 1) for keys in self.keys]
         self._values_by_slot = [values.flatten(0, 1) for values in self.values]

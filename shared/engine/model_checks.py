@@ -107,7 +107,8 @@ def _check_piecewise(model: PreTrainedModel, layers: tuple[LayerShape, ...], who
     actual = _run(model, layers, [_batch(model, [1, 2], start=0), _batch(model, [3], start=2)])
     error = (actual - expected).square().mean().sqrt() / (expected - expected.mean()).square().mean().sqrt().clamp(min=1e-6)
     if not error <= _MAX_PIECEWISE_ERROR:
-        raise UnsupportedModel(f"its logits change by {float(error):.0%} when tokens are run in pieces: something besides keys and values passes between them")
+        change = f"its logits change by {float(error):.0%} when tokens are run in pieces"
+        raise UnsupportedModel(f"{change}: something besides keys and values passes between them")
 
 
 def _run(model: PreTrainedModel, layers: tuple[LayerShape, ...], batches: list[ForwardBatch]) -> Tensor:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -18,6 +19,10 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 OnProgress = Callable[[float, str], None]
 """Told how far loading is, as a fraction of its steps, and what comes next."""
+
+
+def _unheard(_fraction: float, _what: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class LoadedModel:
         return len(self.layers)
 
 
-def load(name_or_dir: str, dtype: str = "auto", device: str = "cpu", on_progress: OnProgress = lambda fraction, what: None) -> LoadedModel:
+def load(name_or_dir: str, dtype: str = "auto", device: str = "cpu", on_progress: OnProgress = _unheard) -> LoadedModel:
     """Loads a model from the hub or a directory: safetensors only, no code from the repository.
 
     Args:
@@ -76,7 +81,7 @@ def load(name_or_dir: str, dtype: str = "auto", device: str = "cpu", on_progress
     register()
     on_progress(0.1, "reading the weights")
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        outcome: Any = AutoModelForCausalLM.from_pretrained(
             name_or_dir,
             config=config,
             dtype=DTYPES.get(dtype, "auto"),
@@ -85,6 +90,7 @@ def load(name_or_dir: str, dtype: str = "auto", device: str = "cpu", on_progress
             trust_remote_code=False,
             output_loading_info=True,
         )
+        model, loading = outcome
         on_progress(0.8, f"moving the weights to {target}")
         model = model.to(target)
     except Exception as error:
@@ -108,7 +114,7 @@ def wrap(model: PreTrainedModel, name: str) -> LoadedModel:
     with _named(name):
         check_config(model.config)
         check_class(type(model))
-        model.eval().requires_grad_(False)
+        model.train(False).requires_grad_(False)
         try:
             model.set_attn_implementation(IMPLEMENTATION)
             layers, vocab_size = probe(model)
@@ -170,10 +176,9 @@ def _device(text: str) -> torch.device:
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     try:
-        model_class: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     except KeyError as error:
         raise UnsupportedModel(f"transformers has no causal language model of type {config.model_type}") from error
-    return model_class
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -50,9 +50,9 @@ class ModelRunner:
         """On an accelerator a wrong index would take the whole process down, so none gets there."""
         num_blocks = len(self.cache.keys[0])
         for span in spans:
-            if span.token_ids and not (0 <= min(span.token_ids) and max(span.token_ids) < self.model.vocab_size):
+            if span.token_ids and (min(span.token_ids) < 0 or max(span.token_ids) >= self.model.vocab_size):
                 raise EngineFailure(f"a token id is outside the vocabulary of {self.model.vocab_size}")
             if span.end > self.model.max_model_len:
                 raise EngineFailure(f"position {span.end - 1} is beyond the model's length of {self.model.max_model_len}")
-            if span.block_table and not (0 <= min(span.block_table) and max(span.block_table) < num_blocks):
+            if span.block_table and (min(span.block_table) < 0 or max(span.block_table) >= num_blocks):
                 raise EngineFailure(f"a block is outside the pool of {num_blocks}")

@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import structlog
@@ -34,6 +35,31 @@ def make_server(interceptor: CallInterceptor, max_message_bytes: int, health_ser
     health_pb2_grpc.add_HealthServicer_to_server(health_service.servicer, server)
     reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     return server
+
+
+def add_to_running(add: Callable[[Any, Any], None], servicer: object, server: grpc.aio.Server) -> None:
+    """Add a servicer to a server that has started.
+
+    Args:
+        add: generated, such as `add_VerifierServiceServicer_to_server`.
+        servicer: what it adds.
+        server: runs already.
+    """
+    add(servicer, _Running(server))
+
+
+class _Running:
+    """What a generated `add_..._to_server` needs. gRPC takes generic handlers at any time; the registered ones, which only save a look-up
+    by name, it takes before the start, and warns afterwards."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        del service, handlers
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:

@@ -35,6 +35,7 @@ def assert_kv_matches_fresh_prefill(runner: ModelRunner, sequence: Sequence, all
         ):
             actual = cached[sequence.block_table[:num_blocks]].flatten(0, 1)[: sequence.kv_len]
             expected = fresh[fresh_blocks].flatten(0, 1)[: sequence.kv_len]
-            torch.testing.assert_close(actual, expected, rtol=0, atol=atol, msg=lambda text, what=what, layer=layer: f"{what} of layer {layer}: {text}")
+            where = f"{what} of layer {layer}: "
+            torch.testing.assert_close(actual, expected, rtol=0, atol=atol, msg=where.__add__)
     if allocator is not None:
         allocator.release(fresh_blocks)

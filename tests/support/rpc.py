@@ -28,8 +28,9 @@ async def serving(
     max_message_bytes: int = GENERATE_MAX_MESSAGE_BYTES,
     health: Health | None = None,
     services: Sequence[str] = (),
+    grace_s: float = 0.0,
 ) -> AsyncIterator[str]:
-    """Address of a server with what `add` adds."""
+    """Address of a server with what `add` adds; at the end its handlers get `grace_s` seconds to write their last log line."""
     server = make_server(CallInterceptor(guards, write_timeout_s), max_message_bytes, health or await Health.of(*services), services)
     add(server)
     address = bind(server, "127.0.0.1:0")
@@ -37,15 +38,15 @@ async def serving(
     try:
         yield address
     finally:
-        await server.stop(0)
+        await server.stop(grace_s)
 
 
 @asynccontextmanager
 async def connected(
-    add: Callable[[grpc.aio.Server], object], guards: Sequence[Guard] = (), write_timeout_s: float = 5.0
+    add: Callable[[grpc.aio.Server], object], guards: Sequence[Guard] = (), write_timeout_s: float = 5.0, grace_s: float = 0.0
 ) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to such a server."""
-    async with serving(add, guards, write_timeout_s) as address, open_channel(address, 64 << 20) as channel:
+    async with serving(add, guards, write_timeout_s, grace_s=grace_s) as address, open_channel(address, 64 << 20) as channel:
         yield channel
 
 

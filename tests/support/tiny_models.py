@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from shared.engine.model_loader import LoadedModel, wrap
 
 SLIDING_WINDOW = 8
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -76,11 +77,13 @@ def random_model(name: str, vocab: int = 64, seed: int = 0, dtype: torch.dtype =
     """A random model of `ARCHITECTURES[name]`, not wrapped: its attention is still the one of `transformers`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = ARCHITECTURES[name](vocab).to(dtype).eval()
+        model = ARCHITECTURES[name](vocab).train(False)
+        nn.Module.to(model, dtype)  # in place
         # Small weights would make every token look alike; norms and biases start as constants and would hide mistakes.
         for weight in model.parameters():
             weight.data = torch.randn_like(weight) * 0.1 + weight.data if weight.ndim == 1 else torch.randn_like(weight) * weight.shape[-1] ** -0.5
-        model.get_output_embeddings().weight.data *= 0.02 * weight.shape[-1] ** 0.5 * scale_head
+        head = model.get_output_embeddings().weight
+        head.data *= 0.02 * head.shape[-1] ** 0.5 * scale_head
     return model
 
 
