@@ -102,7 +102,13 @@ class Client:
             InvalidRequest: a value cannot be sent at all. What the server refuses is raised by the iteration.
         """
         request = to_request(prompt, mode=mode, request_id=request_id, resume_token_ids=resume_token_ids, options=options)
-        return Generation(lambda: self._start(request, deadline_s), self._next_door, self._clock)
+        doors: list[int] = []
+
+        def start() -> "grpc.aio.UnaryStreamCall[Any, Any]":
+            doors.append(self._door)
+            return self._start(request, deadline_s)
+
+        return Generation(start, lambda error: self._next_door(error, doors[-1]), self._clock)
 
     async def complete(self, prompt: Prompt, **options: Any) -> Completion:
         """A whole completion; takes what `generate` takes."""
@@ -119,12 +125,13 @@ class Client:
             TimeoutError: the deadline passed.
         """
         while True:
+            door = self._door
             async with our_errors():
                 try:
                     get_info = self._stub().GetInfo
                     return to_info(await get_info(info_pb2.GetInfoRequest(), timeout=deadline_s, metadata=self._metadata))
                 except grpc.aio.AioRpcError as error:
-                    if not self._next_door(error):
+                    if not self._next_door(error, door):
                         raise
 
     async def health(self, service: str = "", *, deadline_s: float = 5.0) -> str:
@@ -159,9 +166,9 @@ class Client:
     def _start(self, request: generate_pb2.GenerateRequest, deadline_s: float) -> "grpc.aio.UnaryStreamCall[Any, Any]":
         return cast("grpc.aio.UnaryStreamCall[Any, Any]", self._stub().Generate(request, timeout=deadline_s, metadata=self._metadata))
 
-    def _next_door(self, error: grpc.aio.AioRpcError) -> bool:
-        """Whether to ask again under the next service name, because the peer does not serve this one."""
-        if error.code() is not grpc.StatusCode.UNIMPLEMENTED or self._door + 1 == len(_DOORS):
+    def _next_door(self, error: grpc.aio.AioRpcError, door: int) -> bool:
+        """Whether to ask again under the next service name, because the peer does not serve the one that was asked, `door`."""
+        if error.code() is not grpc.StatusCode.UNIMPLEMENTED or door + 1 == len(_DOORS):
             return False
-        self._door += 1
+        self._door = max(self._door, door + 1)  # another call may have found out before
         return True

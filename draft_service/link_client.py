@@ -1,6 +1,7 @@
 """The draft service's end of the link: attaches, stays attached, carries frames both ways. It does not know what they mean."""
 
 import asyncio
+import logging
 import random
 import time
 from collections import deque
@@ -22,8 +23,11 @@ _SILENCE_S = 5.0  # nothing heard for this long: the stream is dropped
 _HEARTBEAT_S = 1.0
 _FIRST_RETRY_S = 0.1
 _MAX_RETRY_S = 5.0
-_REFUSED_RETRY_S = 60.0
-_REFUSED = "refused"
+_REFUSED, _LOADING = "refused", "loading"
+# A verifier that loads is there and soon ready; one that refuses will do so until somebody changes something.
+_FIXED_RETRY_S = {_REFUSED: 60.0, _LOADING: 0.5}
+
+_KIND_OF_REASON = {"LINK_SILENT": "silent", "LOADING": _LOADING}
 
 _Call = grpc.aio.StreamStreamCall[link_pb2.SpeculateRequest, link_pb2.SpeculateResponse]
 _log = structlog.stdlib.get_logger(__name__)
@@ -49,7 +53,7 @@ class LinkState:
     Args:
         attached: it is.
         detached_reason: a sentence.
-        kind: `goodbye`, `lost`, `refused`, `silent` or `unreachable`; empty while attached.
+        kind: `goodbye`, `loading`, `lost`, `refused`, `silent` or `unreachable`; empty while attached.
     """
 
     attached: bool
@@ -119,11 +123,12 @@ class LinkClient:
                 self._drafting.reset()
                 if self._clock() - began > _MAX_RETRY_S:  # else two processes of one instance id would throw each other out without a pause
                     retry_s = _FIRST_RETRY_S
+            is_news = reason != self.state.detached_reason
             self._change_state(LinkState(False, reason, kind))
             if self._stopping.is_set():
                 return
-            delay_s = _REFUSED_RETRY_S if kind == _REFUSED else retry_s * self._rng.uniform(0.5, 1.0)
-            _log.warning("not attached to the verifier", reason=reason, retry_s=round(delay_s, 3))
+            delay_s = _FIXED_RETRY_S.get(kind) or retry_s * self._rng.uniform(0.5, 1.0)
+            _log.log(logging.WARNING if is_news else logging.DEBUG, "not attached to the verifier", reason=reason, retry_s=round(delay_s, 3))
             retry_s = min(2 * retry_s, _MAX_RETRY_S)
             await self._pause(delay_s)
 
@@ -192,8 +197,8 @@ class LinkClient:
     def _kind(self, error: Exception) -> str:
         if isinstance(error, HandshakeRefused):
             return _REFUSED
-        if isinstance(error, OutriderError) and error.reason == "LINK_SILENT":
-            return "silent"
+        if isinstance(error, OutriderError) and error.reason in _KIND_OF_REASON:
+            return _KIND_OF_REASON[error.reason]
         return "lost" if self.state.attached else "unreachable"
 
     def _change_state(self, state: LinkState) -> None:

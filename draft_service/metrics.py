@@ -11,7 +11,7 @@ from draft_service.stats import DrafterStats
 _PREFIX = "outrider_"
 _OTHER = "other"
 
-RECONNECT_REASONS = ("goodbye", "lost", "refused", "silent", "unreachable", _OTHER)
+RECONNECT_REASONS = ("goodbye", "loading", "lost", "refused", "silent", "unreachable", _OTHER)
 BLOCK_STATES = ("free", "used", "cached")
 
 _STEP_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)

@@ -148,6 +148,18 @@ def test_a_rejected_tail_rewinds_to_the_first_difference_and_no_further(target):
     assert rig.runner.fed == [[(4, 1)]]
 
 
+def test_commits_that_pile_up_behind_a_rejection_leave_no_trace_of_the_rejected_tail(target):
+    rig = Rig(target)
+    rig.tell(begins=(begin(1, [1, 2, 3], window=4),))
+    tail = rig.guesses()[1]
+    rig.runner.fed.clear()
+    other = (tail[1] + 1) % VOCAB
+    rig.tell(commits=(commit(1, 3, [tail[0], other]),))
+    rig.tell(commits=(commit(1, 5, [7], window=1),))
+    assert rig.guesses() == {1: decode(target, [1, 2, 3, tail[0], other, 7], 1)}
+    assert rig.runner.fed == [[(4, 2)]]
+
+
 @pytest.mark.parametrize("num_missing", [1, 2, 3, 7, 20])
 def test_any_number_of_missing_tokens_is_caught_up(target, num_missing):
     rig = Rig(target)

@@ -78,6 +78,12 @@ def test_padding_and_score_blocks_are_bounded(shapes):
         assert max(group.ends) <= max(256, 2 * min(group.ends))
 
 
+def test_many_rows_of_long_contexts_are_gathered_a_part_at_a_time():
+    table = list(range(5000))
+    batch = build([Span([1], 19_999 - row, table, 1) for row in range(7)], BLOCK_SIZE, CPU)
+    assert [group.num_spans for group in batch.groups] == [2, 2, 2, 1]
+
+
 def test_rows_of_mixed_work_form_few_groups():
     shapes = [(1, 30), (1, 31), (5, 30), (1, 99), (3, 12), (5, 70)]
     batch = build(spans_of(shapes), BLOCK_SIZE, CPU)

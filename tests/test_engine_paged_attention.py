@@ -57,9 +57,9 @@ class Pair:
         return runner, shuffled_allocator(seed)
 
 
-def shuffled_allocator(seed):
-    allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
-    blocks = allocator.allocate(NUM_BLOCKS)
+def shuffled_allocator(seed, num_blocks=NUM_BLOCKS):
+    allocator = BlockAllocator(num_blocks, BLOCK_SIZE)
+    blocks = allocator.allocate(num_blocks)
     random.Random(seed).shuffle(blocks)
     allocator.release(blocks)
     return allocator
@@ -183,6 +183,22 @@ def test_rows_of_one_sequence_read_what_the_rows_before_them_have_just_written()
     scores = torch.einsum("qhd,khd->hqk", queries, keys.repeat_interleave(2, 1)) * 0.5
     weights = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), float("-inf")).softmax(-1)
     assert_equal(output, torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(2, 1)))
+
+
+def test_rows_of_one_sequence_that_attend_in_two_groups_read_each_other():
+    """Rows on both sides of position 256 attend apart, and those beyond it first, in the group of a longer sequence."""
+    scored = {}
+    for step in (1, 7):
+        runner, allocator = ModelRunner(tiny_llama(), 160, BLOCK_SIZE), shuffled_allocator(0, 160)
+        for tensor in [*runner.cache.keys, *runner.cache.values]:
+            tensor.fill_(float("nan"))
+        longer, crossing = sequence_of(300, allocator), sequence_of(260, allocator, seed=1)
+        runner.forward([Span(longer.token_ids[:299], 0, longer.block_table, 0), Span(crossing.token_ids[:253], 0, crossing.block_table, 0)])
+        spans = [Span(crossing.token_ids[start : start + step], start, crossing.block_table, step) for start in range(253, 260, step)]
+        spans.insert(0, Span(longer.token_ids[299:], 299, longer.block_table, 1))
+        scored[step] = runner.forward(spans)
+        assert len(build(spans, BLOCK_SIZE, torch.device("cpu")).groups) == 2
+    assert_equal(scored[1], scored[7])
 
 
 @pytest.mark.parametrize(

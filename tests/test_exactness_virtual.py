@@ -88,7 +88,7 @@ class DrafterPlan:
 
 drafter_plans = st.builds(
     DrafterPlan,
-    kind=st.sampled_from(["perfect", "noisy", "ngram", "lying", "random", "garbage"]),
+    kind=st.sampled_from(["lying", "noisy", "perfect", "lying", "noisy", "ngram", "random", "garbage"]),
     seed=st.integers(0, 2**32),
     delay_s=st.sampled_from([0.0001, 0.002, 0.002, 0.02, 0.2]),
     loss=st.sampled_from([0.0, 0.0, 0.0, 0.1]),
@@ -103,7 +103,7 @@ requests = st.builds(
     prompt=st.lists(st.integers(0, 63), min_size=1, max_size=12),
     sampling=st.sampled_from(SAMPLINGS),
     seed=st.integers(0, 2**64 - 1),
-    max_tokens=st.sampled_from([1, 2, 9, 16, 20]),
+    max_tokens=st.sampled_from([20, 24, 16, 9, 1]),
     min_tokens=st.integers(0, 3),
     eos=st.sampled_from([frozenset(), frozenset(), frozenset({5, 17, 40})]),
     max_draft=st.sampled_from([7, 4, 4, 1, 0]),
@@ -138,14 +138,14 @@ def check_after_step(pair: VirtualPair) -> None:
             assert_kv_matches_fresh_prefill(pair.runner, sequence)
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(
     drawn=st.lists(requests, min_size=1, max_size=4),
     plans=st.lists(drafter_plans, min_size=1, max_size=3),
     late=st.none() | drafter_plans,
     max_draft_tokens=st.sampled_from([4, 7, 2, 0]),
     run_ahead=st.sampled_from([0, 3, 12]),
-    num_blocks=st.sampled_from([8, 12, 64]),
+    num_blocks=st.sampled_from([64, 16, 10]),
     max_step_tokens=st.sampled_from([8, 64]),
     scorer=st.sampled_from(["expanded", "multi_query"]),
 )
@@ -184,8 +184,10 @@ def test_that_very_test_would_notice_a_wrong_token():
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("scorer", ["expanded", "multi_query"])
-def test_a_draft_equal_to_the_target_is_always_right(sampling, scorer):
-    pair = VirtualPair(TARGET, scorer=scorer)
+@pytest.mark.parametrize("window", [4, 8], ids=["in step", "ahead"])
+def test_a_draft_equal_to_the_target_is_always_right(sampling, scorer, window):
+    """In step all guesses of a round are used up by its commit: the draft has no KV of the last one, nor of the token after it."""
+    pair = VirtualPair(TARGET, scorer=scorer, window=window)
     pair.attach(*make_drafter("perfect"))
     pair.run(*(Request(f"r{i}", (i, 2, 3), sampling, Stopping(40), seed=i, max_draft_tokens=4) for i in range(4)))
     assert sum(emission.drafted for emission in pair.emissions) > 80

@@ -194,11 +194,11 @@ def test_ids_beyond_the_tokenizer_cannot_win():
 
 
 def test_suppressed_ids_come_back_at_their_position():
-    logits = torch.tensor([[0.0, 9.0, 1.0]]).expand(2, 3)
+    logits = torch.tensor([[0.0, 9.0, 1.0]]).expand(3, 3)
     greedy = SamplingParams(temperature=0.0)
-    picks = [make_pick(greedy, guesses=guesses, suppressed=(1,), until=4) for guesses in ((), (2,))]
-    assert [pick.position for pick in picks] == [3, 4]
-    assert pick_tokens(logits, picks).tolist() == [2, 1]
+    picks = [make_pick(greedy, guesses=guesses, suppressed=(1,), until=5) for guesses in ((), (2,), (2, 2))]
+    assert [pick.position for pick in picks] == [3, 4, 5]
+    assert pick_tokens(logits, picks).tolist() == [2, 2, 1]
 
 
 def test_suppression_of_every_token_is_lifted():

@@ -42,7 +42,7 @@ class VerifierConfig(ServiceConfig):
         32, "Most tokens that a drafter may be ahead of the committed text. `outrider up` sets it to `max_draft_tokens`.", SPECULATION, ge=0, le=256
     )
     scorer: Literal["expanded", "multi_query"] = setting(
-        "expanded",
+        "multi_query",
         "How guesses are scored: as rows of one token each, or as one group of queries per sequence. Same numbers, different cost.",
         SPECULATION,
     )

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from shared import logs
 from shared.default_model import resolve
+from shared.engine.block_allocator import BlockAllocator
 from shared.engine.pool import Pool, PoolConfig, load_pool
 from shared.errors import EngineFailure
 from shared.link import MAX_DISTRIBUTION_PAIRS, MAX_PROPOSAL_TOKENS, PROTOCOL_REVISION, Welcome
@@ -159,7 +160,7 @@ async def _serve_loaded(
     gate.open()
     await health.set_serving(True)
     _log.info("serving", target=config.target, blocks=pool.allocator.num_blocks, block_size=config.block_size, max_model_len=pool.max_model_len)
-    watch = asyncio.create_task(_watch(verifier, metrics, health, config.stall_timeout_s))
+    watch = asyncio.create_task(_watch(verifier, pool.allocator, metrics, health, config.stall_timeout_s))
     try:
         await run_until_signal(doors, health, gate, config.drain_grace_s, link_servicer.end_links)
     finally:
@@ -171,13 +172,15 @@ async def _serve_loaded(
         raise EngineFailure("the engine has stopped by itself; the log says why")
 
 
-async def _watch(verifier: Verifier, metrics: VerifierMetrics, health: Health, stall_timeout_s: float) -> None:
+async def _watch(verifier: Verifier, allocator: BlockAllocator, metrics: VerifierMetrics, health: Health, stall_timeout_s: float) -> None:
     """Tells metrics what no step tells, and health whether the engine shows itself. Keepalive cannot: gRPC answers it by itself."""
     serving = True
     while True:
         await asyncio.sleep(_WATCH_S)
         drafters = verifier.drafters()
         metrics.observe_links(verifier.link_counters().values(), len(drafters), sum(drafter.suspended for drafter in drafters))
+        if verifier.num_live == 0:  # a cancellation that ends the work is followed by no step
+            metrics.set_occupancy(0, 0, allocator.num_free, allocator.num_used)
         healthy = verifier.engine_age_s < stall_timeout_s
         if healthy is not serving:
             serving = healthy

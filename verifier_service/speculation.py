@@ -99,7 +99,8 @@ class Speculation:
                     self.assign(now)
             case Resync(number):
                 generation = self._live.get(number)
-                if generation is not None and generation.drafter == link and now - self._resynced_at.get(number, -_RESYNC_INTERVAL_S) >= _RESYNC_INTERVAL_S:
+                is_due = now - self._resynced_at.get(number, -_RESYNC_INTERVAL_S) >= _RESYNC_INTERVAL_S
+                if generation is not None and generation.drafter == link and is_due:
                     self._resynced_at[number] = now
                     self._begin(generation, drafter)
 

@@ -19,6 +19,8 @@ _SHORT_SPAN = 16
 _TILE = 64
 # Contexts are padded to the longest of their group, which is at most twice the shortest, or this many tokens.
 _SMALL_CONTEXT = 256
+# Positions that a group may gather at once, padding included: many rows of long contexts attend in several groups.
+_MAX_GATHERED = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def build(spans: Sequence[Span], block_size: int, device: torch.device) -> Forwa
             alone = (first_row, offset) if num_tokens > _SHORT_SPAN else ()
             pieces[(min(num_tokens, 2), _context_class(piece.end), *alone)].append(piece)
     rows = torch.tensor([token_ids, positions, slots]).to(device, non_blocking=True)
-    groups = tuple(_group(members, tables, block_size, device) for members in pieces.values())
+    groups = tuple(_group(part, tables, block_size, device) for members in pieces.values() for part in _split(members))
     return ForwardBatch(rows[0:1], rows[1:2], rows[2], torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True), groups)
 
 
@@ -200,6 +202,11 @@ def _check(span: Span, block_size: int) -> None:
 
 def _context_class(num_tokens: int) -> int:
     return max(_SMALL_CONTEXT, 1 << (num_tokens - 1).bit_length())
+
+
+def _split(pieces: Sequence[_Piece]) -> list[Sequence[_Piece]]:
+    size = max(1, _MAX_GATHERED // _context_class(pieces[0].end))
+    return [pieces[first : first + size] for first in range(0, len(pieces), size)]
 
 
 def _group(pieces: Sequence[_Piece], tables: Sequence[Sequence[int]], block_size: int, device: torch.device) -> SpanGroup:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
 
 from shared.address import join_address, split_address
 from shared.errors import CannotListen
@@ -26,6 +26,7 @@ def exposition(registry: CollectorRegistry, address: str) -> Iterator[str | None
     if not address:
         yield None
         return
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a `_created` series beside every counter would double what is scraped
     host, port = split_address(address)
     try:
         server, thread = start_http_server(port, host, registry)

@@ -77,7 +77,8 @@ def random_model(name: str, vocab: int = 64, seed: int = 0, dtype: torch.dtype =
     """A random model of `ARCHITECTURES[name]`, not wrapped: its attention is still the one of `transformers`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = ARCHITECTURES[name](vocab).train(False)
+        model = ARCHITECTURES[name](vocab)
+        model.train(False)
         nn.Module.to(model, dtype)  # in place
         # Small weights would make every token look alike; norms and biases start as constants and would hide mistakes.
         for weight in model.parameters():
