@@ -44,7 +44,7 @@ async def run_demo(target: str | None, draft: str | None, max_tokens: int, conso
     async with Supervisor(children(pair), line_writer(console), _GRACE_S) as supervisor:
         await show_loading(supervisor, console)
         async with Client(pair.verifier.listen) as client:
-            await _wait_for_drafter(client)
+            await wait_for_drafter(client)
             console.rule("the text, as it comes", style="dim")
             completion = await stream_text(client, _PROMPT, {"max_tokens": max_tokens, "temperature": 0.0})
             if not sys.stdout.isatty():
@@ -116,7 +116,12 @@ def _free_ports(count: int) -> list[int]:
             each.close()
 
 
-async def _wait_for_drafter(client: Client) -> None:
+async def wait_for_drafter(client: Client) -> None:
+    """Return once a draft service is attached to the verifier.
+
+    Raises:
+        OutriderError: the verifier refuses it, or none comes in time.
+    """
     try:
         async with asyncio.timeout(_ATTACH_S):
             while not (info := await client.info()).drafters:

@@ -18,7 +18,7 @@ from draft_service.link_client import LinkClient, LinkState
 from draft_service.metrics import DraftMetrics
 from draft_service.ngram import NgramProposer
 from draft_service.proposer import Proposer
-from draft_service.servicer import DraftServicer
+from draft_service.servicer import SERVICE_NAME, DraftServicer
 from shared import logs
 from shared.default_model import resolve
 from shared.engine.pool import PoolConfig, load_pool
@@ -33,7 +33,6 @@ from shared.rpc.options import GENERATE_MAX_MESSAGE_BYTES, LINK_MAX_MESSAGE_BYTE
 from shared.rpc.server import bind, make_server, run_until_signal
 from shared.tokenizer import load_tokenizer
 
-_DRAFT = "outrider.v1.DraftService"
 _WATCH_S = 1.0
 _STALL_TIMEOUT_S = 30.0
 
@@ -53,8 +52,8 @@ def run(config: DraftConfig) -> None:
 
 
 async def _serve(config: DraftConfig) -> None:
-    registry, health, gate = CollectorRegistry(), await Health.of(_DRAFT), Gate("draft service")
-    door = make_server(CallInterceptor([gate]), GENERATE_MAX_MESSAGE_BYTES, health, [_DRAFT])
+    registry, health, gate = CollectorRegistry(), await Health.of(SERVICE_NAME), Gate("draft service")
+    door = make_server(CallInterceptor([gate]), GENERATE_MAX_MESSAGE_BYTES, health, [SERVICE_NAME])
     address = bind(door, config.listen)
     with exposition(registry, config.metrics) as metrics_address:
         await door.start()

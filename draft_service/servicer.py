@@ -5,7 +5,7 @@ from importlib.metadata import version
 from typing import Any
 
 import grpc
-from outrider.v1 import draft_pb2_grpc, generate_pb2, info_pb2, verifier_pb2_grpc
+from outrider.v1 import draft_pb2, draft_pb2_grpc, generate_pb2, info_pb2, verifier_pb2_grpc
 
 from draft_service.link_client import LinkState
 from shared.errors import Unavailable
@@ -15,6 +15,8 @@ from shared.rpc.interceptors import current_call
 from shared.rpc.server import add_to_running
 from shared.rpc.status import read_status
 
+# The file that declares the service has to be loaded for reflection to know it.
+SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 _INFO_TIMEOUT_S = 2.0
 
 # What belongs to one hop, not to the call; gRPC's own (`grpc-...`, `:...`) go with it.

@@ -19,6 +19,8 @@ from shared.rpc.interceptors import current_call
 from shared.rpc.server import add_to_running
 from verifier_service.outbox import Outbox
 
+# The file that declares the service has to be loaded for reflection to know it.
+SERVICE_NAME = link_pb2.DESCRIPTOR.services_by_name["LinkService"].full_name
 # Nothing heard, or nothing taken, for this long ends a link. The second is the interceptor's write timeout of the link's server.
 SILENCE_S = 5.0
 _HEARTBEAT_S = 1.0

@@ -30,13 +30,14 @@ from shared.tokenizer import Tokenizer, load_tokenizer
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine, EngineLimits
 from verifier_service.info import ModelInfo, VerifierInfo
+from verifier_service.link_servicer import SERVICE_NAME as LINK_SERVICE
 from verifier_service.link_servicer import SILENCE_S, LinkServicer
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.scheduler import SchedulerLimits
 from verifier_service.service import Verifier
+from verifier_service.servicer import SERVICE_NAME as VERIFIER_SERVICE
 from verifier_service.servicer import VerifierServicer
 
-_VERIFIER, _LINK = "outrider.v1.VerifierService", "outrider.v1.LinkService"
 _WATCH_S = 1.0
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -55,12 +56,12 @@ def run(config: VerifierConfig) -> None:
 
 
 async def _serve(config: VerifierConfig) -> None:
-    registry, health, gate = CollectorRegistry(), await Health.of(_VERIFIER, _LINK), Gate("verifier")
+    registry, health, gate = CollectorRegistry(), await Health.of(VERIFIER_SERVICE, LINK_SERVICE), Gate("verifier")
     link_guards: list[Guard] = [gate]
     if config.link_token_file is not None:
-        link_guards.append(bearer_guard(_LINK, config.link_token_file.read_text().strip()))
-    door = make_server(CallInterceptor([gate]), GENERATE_MAX_MESSAGE_BYTES, health, [_VERIFIER])
-    link_door = make_server(CallInterceptor(link_guards, SILENCE_S), LINK_MAX_MESSAGE_BYTES, health, [_LINK])
+        link_guards.append(bearer_guard(LINK_SERVICE, config.link_token_file.read_text().strip()))
+    door = make_server(CallInterceptor([gate]), GENERATE_MAX_MESSAGE_BYTES, health, [VERIFIER_SERVICE])
+    link_door = make_server(CallInterceptor(link_guards, SILENCE_S), LINK_MAX_MESSAGE_BYTES, health, [LINK_SERVICE])
     address, link_address = bind(door, config.listen), bind(link_door, config.link)
     with exposition(registry, config.metrics) as metrics_address:
         # Listening before loading: health can tell, and clients are refused with a reason instead of a closed port.

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 import grpc
-from outrider.v1 import generate_pb2, info_pb2, verifier_pb2_grpc
+from outrider.v1 import generate_pb2, info_pb2, verifier_pb2, verifier_pb2_grpc
 
 from shared.errors import InvalidRequest, OutriderError
 from shared.link import PROTOCOL_REVISION
@@ -24,6 +24,8 @@ from verifier_service.ledger import RequestLedger, RequestObserver, Usage
 from verifier_service.request import Emission, FinishReason, Request
 from verifier_service.text import TextStream
 
+# The file that declares the service has to be loaded for reflection to know it.
+SERVICE_NAME = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 _INLINE_CHARS = 2000  # longer prompts are tokenised on a thread: the event loop serves the others meanwhile
 
 _REASON_TO_PROTO = {
