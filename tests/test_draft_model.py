@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draft_service.draft_model import DraftModel
@@ -322,7 +322,11 @@ ACTIONS = st.lists(
 )
 
 
+PILED_UP = [("step", 0, 0, 4), ("step", 0, 0, 4), ("step", 0, 0, 4), ("differ", 0, 1, 4), ("beyond", 0, 2, 4)]
+
+
 @settings(max_examples=40)
+@example(actions=PILED_UP, temperature=0.0, budget=512)
 @given(actions=ACTIONS, temperature=st.sampled_from([0.0, 1.0]), budget=st.sampled_from([3, 512]))
 def test_kv_equals_a_fresh_prefill_and_guesses_equal_plain_picks_after_any_commits(draft, actions, temperature, budget):
     sampling = SamplingParams(temperature=temperature)

@@ -17,7 +17,6 @@ from draft_service.drafter import Drafter
 from draft_service.ngram import NgramProposer
 from draft_service.proposer import Proposer
 from shared.engine.block_allocator import BlockAllocator
-from shared.engine.model_runner import ModelRunner
 from shared.sampling import Mode, SamplingParams
 from tests.support.kv_oracle import assert_kv_matches_fresh_prefill
 from tests.support.liars import GarbageDrafter, LyingProposer
@@ -48,7 +47,7 @@ def make_drafter(kind: str, seed: int = 0, step_s: float = 0.002, num_blocks: in
         return GarbageDrafter(seed), clock
 
     def model(loaded) -> Proposer:
-        runner = TimedRunner(ModelRunner(loaded, num_blocks, BLOCK_SIZE), clock, step_s)
+        runner = TimedRunner(loaded, num_blocks, BLOCK_SIZE, clock, step_s)
         return DraftModel(runner, BlockAllocator(num_blocks, BLOCK_SIZE), max_step_tokens=16)
 
     proposers = {
@@ -118,8 +117,9 @@ def to_request(index: int, drawn, mode: Mode = Mode.COUPLED) -> Request:
 
 def attach(pair: VirtualPair, plan: DrafterPlan) -> Host:
     drafter, clock = make_drafter(plan.kind, plan.seed, plan.step_s)
-    carriers = [flaky(plan.seed + side, plan.loss, plan.loss, plan.jitter_s) if plan.loss or plan.jitter_s else delay(plan.delay_s) for side in (0, 1)]
-    host = pair.attach(drafter, clock, name=plan.kind, to_drafter=carriers[0], to_verifier=carriers[1])
+    is_flaky = plan.loss or plan.jitter_s
+    there, back = (flaky(plan.seed + side, plan.loss, plan.loss, plan.jitter_s) if is_flaky else delay(plan.delay_s) for side in (0, 1))
+    host = pair.attach(drafter, clock, name=plan.kind, to_drafter=there, to_verifier=back)
     if plan.killed_at is not None:
         pair.at(plan.killed_at, lambda: pair.kill(host))
     if plan.frozen_at is not None:
@@ -212,7 +212,7 @@ def test_a_draft_equal_to_the_target_stays_right_after_preemption_and_reattachme
 def test_after_forced_rejections_a_draft_equal_to_the_target_is_right_again(sampling):
     """Of guesses that follow only accepted ones, just the lies are rejected: the draft's KV has no trace of earlier lies."""
     clock = Clock()
-    model = DraftModel(TimedRunner(ModelRunner(TARGET, 128, BLOCK_SIZE), clock, 0.002), BlockAllocator(128, BLOCK_SIZE))
+    model = DraftModel(TimedRunner(TARGET, 128, BLOCK_SIZE, clock, 0.002), BlockAllocator(128, BLOCK_SIZE))
     liar = LyingProposer(model, 0.35, TARGET.vocab_size, seed=3)
     pair = VirtualPair(TARGET, window=4)  # no running ahead: what a lie spoils is never sent, so every rejection is of a lie itself
     pair.attach(Drafter(liar, 16, clock), clock)

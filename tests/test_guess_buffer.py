@@ -83,7 +83,7 @@ def test_the_buffer_is_always_what_follows_the_text_and_agrees_with_it(data):
         if data.draw(st.booleans()):
             chain = text + buffered
             start = data.draw(st.integers(0, len(chain) + 1))
-            before = (chain + [0])[:start] if data.draw(st.booleans()) else data.draw(st.lists(tokens, min_size=start, max_size=start))
+            before = [*chain, 0][:start] if data.draw(st.booleans()) else data.draw(st.lists(tokens, min_size=start, max_size=start))
             guesses = data.draw(st.lists(tokens, min_size=1, max_size=4))
             buffer.join(piece(before, start, guesses), 8, False)
             size = max(0, len(chain) - start)

@@ -3,7 +3,6 @@
 from draft_service.draft_model import DraftModel
 from draft_service.drafter import Drafter
 from shared.engine.block_allocator import BlockAllocator
-from shared.engine.model_runner import ModelRunner
 from shared.sampling import Mode, SamplingParams
 from tests.support.oracle import PlainDecoder
 from tests.support.proposers import RuleProposer
@@ -21,7 +20,7 @@ def ask(name: str, mode: Mode, max_draft_tokens: int, prompt_length: int = 3, ma
 
 def attach_perfect_drafter(pair: VirtualPair) -> None:
     clock = Clock()
-    runner = TimedRunner(ModelRunner(TARGET, 128, 4), clock, 0.002)
+    runner = TimedRunner(TARGET, 128, 4, clock, 0.002)
     pair.attach(Drafter(DraftModel(runner, BlockAllocator(128, 4)), 16, clock), clock)
 
 

@@ -3,7 +3,6 @@
 from draft_service.draft_model import DraftModel
 from draft_service.drafter import Drafter
 from shared.engine.block_allocator import BlockAllocator
-from shared.engine.model_runner import ModelRunner
 from shared.sampling import SamplingParams
 from tests.support.tiny_models import noisy_copy, tiny_llama
 from tests.support.virtual_pair import Clock, TimedRunner, VirtualPair, delay
@@ -14,7 +13,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def drafter_of(model, clock: Clock, step_s: float = 0.002) -> tuple[Drafter, TimedRunner]:
-    runner = TimedRunner(ModelRunner(model, 256, 4), clock, step_s)
+    runner = TimedRunner(model, 256, 4, clock, step_s)
     return Drafter(DraftModel(runner, BlockAllocator(256, 4)), 32, clock), runner
 
 

@@ -20,7 +20,7 @@ from scipy import stats
 
 from shared.engine.model_loader import load
 from tests.support.model_dir import save_small_vocabulary
-from tests.support.processes import DEADLINE_S, Services, VerifierProcess, scrape
+from tests.support.processes import DEADLINE_S, Services, VerifierProcess
 
 NUM_REQUESTS = 20_000
 CONCURRENCY = 128

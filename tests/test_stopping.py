@@ -23,13 +23,16 @@ def test_a_stop_token_at_the_limit_is_the_reason():
     assert find_stop([1, 9], 0, Stopping(2, stop_ids=frozenset({9}))) == Stop(2, FinishReason.STOP_TOKEN, 9)
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(0, 5), st.integers(1, 12), st.sets(st.integers(0, 6)), st.sets(st.integers(0, 6)))
-def test_a_run_stops_where_its_tokens_one_by_one_would(tokens, generated, max_tokens, eos, stop):
+tokens = st.integers(0, 6)
+
+
+@given(st.lists(tokens, min_size=1, max_size=8), st.integers(0, 5), st.integers(1, 12), st.sets(tokens), st.sets(tokens))
+def test_a_run_stops_where_its_tokens_one_by_one_would(run, generated, max_tokens, eos, stop):
     stopping = Stopping(max(max_tokens, generated + 1), 0, frozenset(eos), frozenset(stop))
     expected = None
-    for index, token in enumerate(tokens):
+    for index, token in enumerate(run):
         one = find_stop([token], generated + index, stopping)
         if one is not None:
             expected = Stop(index + 1, one.reason, one.matched_id)
             break
-    assert find_stop(tokens, generated, stopping) == expected
+    assert find_stop(run, generated, stopping) == expected

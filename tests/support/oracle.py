@@ -41,4 +41,5 @@ class PlainDecoder:
 
     @torch.inference_mode()
     def _forward(self, text: tuple[int, ...]) -> torch.Tensor:
-        return self._model(torch.tensor([text]), use_cache=False).logits[0, -1]
+        logits: torch.Tensor = self._model(torch.tensor([text]), use_cache=False).logits
+        return logits[0, -1]

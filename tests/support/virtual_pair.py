@@ -8,14 +8,19 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+from torch import Tensor
+
 from shared.engine.block_allocator import BlockAllocator
+from shared.engine.forward_batch import Span
 from shared.engine.model_loader import LoadedModel
 from shared.engine.model_runner import ModelRunner
-from shared.link import FromDrafter, Hello, ProposalBatch, StepBatch, Welcome
+from shared.link import Capacity, Decline, FromDrafter, Hello, ProposalBatch, Resync, StepBatch, Welcome
 from shared.sampling import Mode
 from verifier_service.engine import Engine, EngineLimits, StepOutput
+from verifier_service.expansion import Scorer
 from verifier_service.request import Emission, Request
 from verifier_service.scheduler import SchedulerLimits
 
@@ -47,6 +52,9 @@ def delay(seconds: float) -> Carrier:
     return lambda message: (seconds,)
 
 
+_NEAR = delay(0.001)
+
+
 @dataclass
 class Host:
     """A drafter on its own virtual machine."""
@@ -62,24 +70,19 @@ class Host:
     busy: bool = False
 
 
-class TimedRunner:
-    """A model runner whose forward passes take virtual time."""
+class TimedRunner(ModelRunner):
+    """A model runner whose forward passes take virtual time; `calls` has the number of tokens of each."""
 
-    def __init__(self, runner: ModelRunner, clock: Clock, seconds: float, seconds_per_token: float = 0.0) -> None:
-        self._runner = runner
+    def __init__(self, model: LoadedModel, num_blocks: int, block_size: int, clock: Clock, seconds: float) -> None:
+        super().__init__(model, num_blocks, block_size)
         self._clock = clock
         self._seconds = seconds
-        self._seconds_per_token = seconds_per_token
         self.calls: list[int] = []
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._runner, name)
-
-    def forward(self, spans):
-        num_tokens = sum(len(span.token_ids) for span in spans)
-        self.calls.append(num_tokens)
-        self._clock.now += self._seconds + self._seconds_per_token * num_tokens
-        return self._runner.forward(spans)
+    def forward(self, spans: Sequence[Span]) -> Tensor:
+        self.calls.append(sum(len(span.token_ids) for span in spans))
+        self._clock.now += self._seconds
+        return super().forward(spans)
 
 
 class VirtualPair:
@@ -94,7 +97,7 @@ class VirtualPair:
         max_draft_tokens: int = 4,
         window: int = 8,
         vocab_size: int | None = None,
-        scorer: str = "expanded",
+        scorer: Scorer = "expanded",
         step_s: float = 0.030,
         entropy: Callable[[], int] | None = None,
     ) -> None:
@@ -105,7 +108,7 @@ class VirtualPair:
         self.vocab_size = vocab_size or model.vocab_size
         self.max_model_len = min(model.max_model_len, num_blocks * block_size)
         self.max_draft_tokens = max_draft_tokens
-        self.runner = TimedRunner(ModelRunner(model, num_blocks, block_size), self.engine_clock, step_s)
+        self.runner = TimedRunner(model, num_blocks, block_size, self.engine_clock, step_s)
         counter = itertools.count(1)
         limits = EngineLimits(SchedulerLimits(max_running, max_step_tokens, max_draft_tokens), self.max_model_len, window)
         self.engine = Engine(
@@ -152,8 +155,8 @@ class VirtualPair:
         name: str = "drafter",
         capacity: int = 16,
         modes: tuple[Mode, ...] = (Mode.COUPLED, Mode.REJECTION),
-        to_drafter: Carrier = delay(0.001),
-        to_verifier: Carrier = delay(0.001),
+        to_drafter: Carrier = _NEAR,
+        to_verifier: Carrier = _NEAR,
     ) -> Host:
         link = next(self._links)
         host = Host(drafter, clock or Clock(), link, to_drafter, to_verifier)
@@ -210,7 +213,8 @@ class VirtualPair:
         self.engine_clock.now = max(self.engine_clock.now, now)
         arrived, self._arrived = self._arrived, []
         for at, link, frame in arrived:
-            self.engine.speculation.receive(link, frame, at, overlapped=at < self.engine.last_step_ended)
+            if isinstance(frame, ProposalBatch | Decline | Capacity | Resync):
+                self.engine.speculation.receive(link, frame, at, overlapped=at < self.engine.last_step_ended)
         if not self.engine.has_work:
             return
         until = self.engine.wait_until(now)
@@ -268,7 +272,7 @@ class VirtualPair:
             if isinstance(frame, ProposalBatch):
                 self.proposal_batches.append(frame)
             for seconds in host.to_verifier(frame):
-                self._at(self.clock.now + seconds, lambda frame=frame: self._frame_arrives(host, frame))
+                self._at(self.clock.now + seconds, partial(self._frame_arrives, host, frame))
         self._wake_drafter(host)
 
     def _frame_arrives(self, host: Host, frame: FromDrafter) -> None:

@@ -1,0 +1,466 @@
+"""What happens to drafters, verifiers, connections and clients never changes a token, over real gRPC between real processes.
+
+Faults are fired on the n-th token that the clients have received. Every fault that ends or stops a drafter comes after drafts of its were
+accepted, and the test says so.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import grpc
+import psutil
+import pytest
+from outrider.v1 import generate_pb2, link_pb2, link_pb2_grpc, verifier_pb2_grpc
+
+from client import Client, Part
+from client.convert import to_request
+from shared.digest import extend
+from shared.errors import OutriderError, ProtocolViolation, Unavailable
+from shared.rpc.status import from_rpc_error
+from shared.sampling import SamplingParams
+from tests.support.calls import AtToken, Referee, complete, complete_all, to_options
+from tests.support.delay_proxy import DelayProxy
+from tests.support.model_dir import ModelDirs, save_models
+from tests.support.processes import DraftProcess, Services, VerifierProcess, scrape, until
+from verifier_service.request import Request, Stopping
+
+MAX_DRAFT_TOKENS = 4
+FAULT_AT = 60  # tokens received, over all requests of a test
+NUM_TOKENS = 120
+REQUESTS = [
+    Request("greedy", (4, 20, 33), SamplingParams(temperature=0.0), Stopping(NUM_TOKENS), seed=0, max_draft_tokens=MAX_DRAFT_TOKENS),
+    Request("sampled", (5, 6, 7, 8), SamplingParams(), Stopping(NUM_TOKENS), seed=1, max_draft_tokens=MAX_DRAFT_TOKENS),
+    Request("top-k", (9, 10) * 6, SamplingParams(temperature=0.75, top_k=8), Stopping(NUM_TOKENS), seed=2, max_draft_tokens=MAX_DRAFT_TOKENS),
+    Request(
+        "penalties",
+        (40, 41, 42),
+        SamplingParams(temperature=0.875, repetition_penalty=1.25, frequency_penalty=0.375),
+        Stopping(NUM_TOKENS),
+        seed=3,
+        max_draft_tokens=MAX_DRAFT_TOKENS,
+    ),
+]
+RSS_SLACK_BYTES = 20 << 20
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> ModelDirs:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def referee(models: ModelDirs) -> Referee:
+    return Referee(models)
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[Services]:
+    with Services() as services:
+        yield services
+
+
+@pytest.fixture(autouse=True)
+def logs(services: Services) -> Iterator[None]:
+    yield
+    services.show()
+
+
+class Stage:
+    """A verifier, and drafters that are always right, each behind a relay of its own. What a test has broken the next one gets anew."""
+
+    def __init__(self, services: Services, models: ModelDirs) -> None:
+        self._services = services
+        self._models = models
+        self._relays: dict[str, DelayProxy] = {}
+        self._drafters: dict[str, DraftProcess] = {}
+        self.verifier = self._launch()
+
+    def close(self) -> None:
+        for relay in self._relays.values():
+            relay.__exit__(None, None, None)
+
+    def _launch(self) -> VerifierProcess:
+        return self._services.launch_large_verifier(self._models.target, "--max-draft-tokens", str(MAX_DRAFT_TOKENS)).serving()
+
+    def restart_verifier(self) -> None:
+        """A new process at another address: the relays lead there from now on, and it is the instance that the drafters meet next."""
+        self.verifier = self._launch()
+        for relay in self._relays.values():
+            relay.target = self.verifier.link
+
+    def relay(self, name: str) -> DelayProxy:
+        return self._relays[name]
+
+    async def with_drafters(self, *names: str) -> list[DraftProcess]:
+        """Drafters of these names are attached, and no others."""
+        if self.verifier.process.poll() is not None:
+            await asyncio.to_thread(self.restart_verifier)
+        for name, drafter in self._drafters.items():
+            if name not in names:
+                drafter.kill()
+        for name in names:
+            if name not in self._relays:
+                self._relays[name] = DelayProxy(self.verifier.link).__enter__()
+            if name not in self._drafters or self._drafters[name].process.poll() is not None:
+                self._drafters[name] = self._services.launch_draft(
+                    self.verifier.address, self._relays[name].address, draft=self._models.target, name=name
+                )
+        async with Client(self.verifier.address) as client:
+
+            async def attached() -> bool:
+                return {(drafter.name, drafter.suspended) for drafter in (await client.info()).drafters} == {(name, False) for name in names}
+
+            await until(attached, f"just {names} are attached")
+        return [self._drafters[name] for name in names]
+
+
+@pytest.fixture(scope="module")
+def stage(services: Services, models: ModelDirs) -> Iterator[Stage]:
+    stage = Stage(services, models)
+    yield stage
+    stage.close()
+
+
+async def play(stage: Stage, referee: Referee, requests: list[Request], on_part: Callable[[Part], None]) -> None:
+    """All requests at once; whatever `on_part` does, each is what plain decoding says."""
+    completions = await complete_all(stage.verifier.address, requests, on_part)
+    for request, completion in zip(requests, completions, strict=True):
+        referee.check(request, completion)
+
+
+async def drafts_are_accepted(stage: Stage, referee: Referee, preferred: str | None = None) -> None:
+    """New requests are drafted for, sooner or later."""
+
+    async def accepted() -> bool:
+        request = replace(REQUESTS[0], preferred_drafter=preferred)
+        async with Client(stage.verifier.address) as client:
+            completion = await complete(client, request)
+        referee.check(request, completion)
+        return completion.usage.accepted_tokens > 0
+
+    await until(accepted, "drafts are accepted")
+
+
+async def test_a_killed_drafter_changes_nothing_and_its_successor_drafts_again(stage: Stage, referee: Referee) -> None:
+    (drafter,) = await stage.with_drafters("a")
+    fault = AtToken(FAULT_AT, lambda: drafter.send(signal.SIGKILL))
+    await play(stage, referee, REQUESTS, fault)
+    assert fault.accepted_before
+    await stage.with_drafters()
+    await stage.with_drafters("a")
+    await drafts_are_accepted(stage, referee)
+
+
+async def test_a_stopped_drafter_changes_nothing_and_drafts_again_once_it_goes_on(stage: Stage, referee: Referee) -> None:
+    (drafter,) = await stage.with_drafters("a")
+    stop = AtToken(FAULT_AT, lambda: drafter.send(signal.SIGSTOP))
+    go_on = AtToken(FAULT_AT + 3 * NUM_TOKENS, lambda: drafter.send(signal.SIGCONT))
+
+    def on_part(part: Part) -> None:
+        stop(part)
+        go_on(part)
+
+    await play(stage, referee, REQUESTS, on_part)
+    assert stop.accepted_before
+    await drafts_are_accepted(stage, referee)
+
+
+async def test_when_one_of_two_drafters_is_killed_the_other_takes_over(stage: Stage, referee: Referee) -> None:
+    victim, _ = await stage.with_drafters("a", "b")
+    fault = AtToken(FAULT_AT // 2, lambda: victim.send(signal.SIGKILL))
+    late = {request.request_id: 0 for request in REQUESTS[:2]}  # accepted tokens in the second half of the victim's requests
+
+    async with Client(stage.verifier.address) as client, asyncio.TaskGroup() as group:
+
+        async def run(request: Request, is_victims: bool) -> None:
+            received = 0
+
+            def on_part(part: Part) -> None:
+                nonlocal received
+                received += len(part.token_ids)
+                if is_victims:
+                    fault(part)
+                    late[request.request_id] += part.accepted if received > NUM_TOKENS // 2 else 0
+
+            referee.check(request, await complete(client, request, on_part))
+
+        for index, request in enumerate(REQUESTS):
+            group.create_task(run(replace(request, preferred_drafter="ab"[index // 2]), index < 2))
+    assert fault.accepted_before
+    assert all(late.values())
+
+
+async def test_a_broken_link_changes_nothing_and_is_made_again(stage: Stage, referee: Referee) -> None:
+    (drafter,) = await stage.with_drafters("a")
+    num_attached = drafter.count("attached to the verifier")
+    cuts = [AtToken(number, stage.relay("a").cut) for number in (FAULT_AT, 2 * FAULT_AT, 4 * FAULT_AT)]
+
+    def on_part(part: Part) -> None:
+        for cut in cuts:
+            cut(part)
+
+    await play(stage, referee, REQUESTS, on_part)
+    assert cuts[0].accepted_before
+    await stage.with_drafters("a")
+    await drafts_are_accepted(stage, referee)
+    assert drafter.count("attached to the verifier") > num_attached
+
+
+async def test_after_a_restart_of_the_verifier_the_drafter_is_back_and_broken_calls_are_resumed(stage: Stage, referee: Referee) -> None:
+    (drafter,) = await stage.with_drafters("a")
+    fault = AtToken(FAULT_AT, stage.verifier.kill)
+    received: dict[str, tuple[int, ...]] = {}
+    async with Client(stage.verifier.address) as client, asyncio.TaskGroup() as group:
+
+        async def run(request: Request) -> None:
+            async with client.generate(request.prompt_ids, **to_options(request)) as generation:
+                with pytest.raises(Unavailable) as caught:
+                    async for part in generation:
+                        fault(part)
+                assert caught.value.reason == "UNREACHABLE"
+                received[request.request_id] = generation.token_ids
+
+        for request in REQUESTS:
+            group.create_task(run(request))
+    assert fault.accepted_before
+    await stage.with_drafters("a")
+    assert drafter.process.poll() is None  # the same process, attached by itself
+    rest = [replace(request, resume_ids=received[request.request_id]) for request in REQUESTS]
+    completions = await complete_all(stage.verifier.address, rest)
+    for whole, request, completion in zip(REQUESTS, rest, completions, strict=True):
+        assert [*request.resume_ids, *completion.token_ids] == referee.tokens(whole)
+    await drafts_are_accepted(stage, referee)
+
+
+class Impostor:
+    """A draft service that knows the answers, so that some of its guesses are accepted, and sends everything else besides.
+
+    Args:
+        call: an open link.
+        answers: the whole text by its prompt.
+    """
+
+    def __init__(self, call: "grpc.aio.StreamStreamCall", answers: dict[tuple[int, ...], list[int]]) -> None:
+        self._call = call
+        self._answers = answers
+        self._texts: dict[int, list[int]] = {}
+        self._whole: dict[int, list[int]] = {}
+        self._malformed = iter(malformed())
+        self._num_batches = 0
+
+    async def run(self) -> None:
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            if message.WhichOneof("frame") == "heartbeat" and not message.heartbeat.reply:
+                await self._send(heartbeat=link_pb2.Heartbeat(sent_ns=message.heartbeat.sent_ns, reply=True))
+            if message.WhichOneof("frame") == "step":
+                await self._answer(message.step)
+
+    async def _answer(self, step: link_pb2.StepBatch) -> None:
+        for begin in step.begins:
+            text = list(begin.token_ids)
+            prompt = tuple(text[: begin.prompt_length])
+            self._texts[begin.sequence], self._whole[begin.sequence] = text, [*prompt, *self._answers[prompt]]
+        for commit in step.commits:
+            del self._texts[commit.sequence][commit.base_length :]
+            self._texts[commit.sequence] += commit.token_ids
+        for end in step.ends:
+            self._texts.pop(end.sequence, None)
+        for number, text in self._texts.items():
+            await self._propose(step.step, number, text)
+        self._num_batches += 1
+        if self._num_batches % 5 == 0 and (broken := next(self._malformed, None)) is not None:
+            await self._call.write(broken)
+
+    async def _propose(self, step: int, number: int, text: list[int]) -> None:
+        whole, start = self._whole[number], len(text)
+        digest = extend(0, text)
+        right = whole[start : start + 3]
+        kinds = (
+            (start, digest, right or [0]),
+            (start, digest, right or [0]),  # twice
+            (start, digest ^ 1, [1, 2]),  # of another text
+            (max(0, start - 4), extend(0, text[:-4]), [3, 3]),  # too late
+            (start + 50, digest, [4]),  # leaves a gap
+            (start + len(right), extend(digest, right), [2**32 - 1, 5] + 40 * [6]),  # wrong, out of the vocabulary, beyond the window
+        )
+        for place, says, token_ids in kinds:
+            proposal = link_pb2.Proposal(sequence=number, start=place, digest=says, token_ids=token_ids)
+            await self._send(proposals=link_pb2.ProposalBatch(step=step, proposals=[proposal]))
+        strange = link_pb2.Proposal(sequence=number + 10_000, start=0, digest=0, token_ids=[1])
+        await self._send(proposals=link_pb2.ProposalBatch(step=step + 1000, proposals=[strange], idle=True))
+
+    async def _send(self, **frame: object) -> None:
+        await self._call.write(link_pb2.SpeculateRequest(**frame))
+
+
+def malformed() -> list[link_pb2.SpeculateRequest]:
+    """Frames without a meaning; fewer than end a link."""
+    nan, half = b"\x00\x00\xc0\x7f", b"\x00\x00\x00\x3f"
+    bad = [
+        link_pb2.Proposal(sequence=1),
+        link_pb2.Proposal(sequence=1, token_ids=range(65)),
+        link_pb2.Proposal(sequence=1, token_ids=[1], distributions=[link_pb2.Distribution(token_ids=[1], probabilities=nan)]),
+        link_pb2.Proposal(sequence=1, token_ids=[1], distributions=[link_pb2.Distribution(token_ids=[1], probabilities=half)]),
+        link_pb2.Proposal(sequence=1, token_ids=[1], distributions=[link_pb2.Distribution(token_ids=[1, 2], probabilities=half)]),
+        link_pb2.Proposal(sequence=1, token_ids=[1], distributions=[link_pb2.Distribution(token_ids=[2, 3], probabilities=half + half)]),
+    ]
+    frames = [link_pb2.SpeculateRequest(proposals=link_pb2.ProposalBatch(proposals=[proposal])) for proposal in bad]
+    twice = link_pb2.ProposalBatch(proposals=[link_pb2.Proposal(sequence=1, token_ids=[1])] * 2)
+    return [*frames, link_pb2.SpeculateRequest(proposals=twice), link_pb2.SpeculateRequest()]
+
+
+async def test_a_drafter_that_sends_garbage_is_counted_and_changes_nothing(stage: Stage, referee: Referee) -> None:
+    await stage.with_drafters()
+    verifier = stage.verifier
+    before = await scrape(verifier.metrics)
+    answers = {request.prompt_ids: referee.tokens(request) for request in REQUESTS}
+    async with Client(verifier.address) as client:
+        fingerprint = (await client.info()).model.tokenizer_fingerprint
+    async with grpc.aio.insecure_channel(verifier.link) as channel:
+        call = link_pb2_grpc.LinkServiceStub(channel).Speculate()
+        hello = link_pb2.Hello(
+            protocol_revision=1,
+            instance_id="impostor",
+            name="impostor",
+            tokenizer_fingerprint=fingerprint,
+            modes=[generate_pb2.VERIFICATION_MODE_COUPLED],
+            capacity=8,
+        )
+        await call.write(link_pb2.SpeculateRequest(hello=hello))
+        assert (await call.read()).WhichOneof("frame") == "welcome"
+        impostor = asyncio.create_task(Impostor(call, answers).run())
+        seen = AtToken(1, lambda: None)
+        await play(stage, referee, REQUESTS, seen)
+        assert seen.accepted > 0
+
+        async def all_counted() -> bool:
+            now = await scrape(verifier.metrics)
+            stale = [now("draft_stale_total", reason=reason) - before("draft_stale_total", reason=reason) for reason in STALE]
+            rejected = [now("rejected_proposals_total", reason=reason) - before("rejected_proposals_total", reason=reason) for reason in REJECTED]
+            return all(stale) and all(rejected)
+
+        await until(all_counted, "every kind of garbage is counted")
+        assert not impostor.done()
+
+        # Too much of it ends the link, and still no request.
+        def flood() -> None:
+            flooding.extend(asyncio.ensure_future(call.write(link_pb2.SpeculateRequest())) for _ in range(20))
+
+        flooding: list[asyncio.Future[None]] = []
+        await play(stage, referee, REQUESTS, AtToken(FAULT_AT, flood))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await impostor
+        assert isinstance(from_rpc_error(caught.value), ProtocolViolation)
+        await asyncio.gather(*flooding, return_exceptions=True)
+
+
+STALE = ("duplicate", "mismatch", "late", "gap", "over_window", "unknown_sequence")
+REJECTED = ("too_long", "bad_shape", "bad_probability", "bad_frame")
+
+
+async def all_blocks_are_free(verifier: VerifierProcess) -> None:
+    async def free() -> bool:
+        samples = await scrape(verifier.metrics)
+        return (samples("kv_blocks", state="used"), samples("num_requests_running"), samples("num_requests_waiting")) == (0, 0, 0)
+
+    await until(free, "no request holds anything")
+    assert (await scrape(verifier.metrics))("kv_blocks", state="free") == 1024
+
+
+@pytest.mark.parametrize("names", [(), ("a",)], ids=["alone", "with-a-drafter"])
+async def test_a_client_that_leaves_at_any_moment_frees_every_block(names: tuple[str, ...], stage: Stage, referee: Referee) -> None:
+    await stage.with_drafters(*names)
+    verifier = stage.verifier
+    stay = replace(REQUESTS[1], request_id="stays")
+    await all_blocks_are_free(verifier)
+
+    async def leave(how: str, number: int) -> None:
+        """Reads `number` tokens of a request and goes."""
+        request = replace(REQUESTS[3], request_id=f"{how}-{number}")
+        message = as_message(request)
+        with DelayProxy(verifier.address) as relay:
+            channel = grpc.aio.insecure_channel(relay.address)
+            call = verifier_pb2_grpc.VerifierServiceStub(channel).Generate(message, timeout=0.3 if how == "deadline" else None)
+            num_read = 0
+            with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+                async for response in call:
+                    num_read += len(response.output.token_ids)
+                    if num_read >= number and how != "deadline":
+                        break
+            if how == "cancel":
+                call.cancel()
+            if how == "disconnect":
+                relay.cut()
+            await channel.close()
+
+    for how in ("cancel", "disconnect", "deadline", "close"):
+        for number in (0, 1, 40):
+            async with Client(verifier.address) as client:
+                staying = asyncio.create_task(complete(client, stay))
+                await leave(how, number)
+                referee.check(stay, await staying)
+            await all_blocks_are_free(verifier)
+    # The same with nobody beside it, whose steps would tell.
+    for how in ("cancel", "disconnect", "deadline", "close"):
+        await leave(how, 10)
+        await all_blocks_are_free(verifier)
+
+
+def as_message(request: Request) -> generate_pb2.GenerateRequest:
+    options = to_options(request)
+    named = {name: options.pop(name) for name in ("mode", "request_id", "resume_token_ids")}
+    return to_request(request.prompt_ids, options=options, **named)
+
+
+async def load(verifier: VerifierProcess, referee: Referee, gone: asyncio.Event, on_part: Callable[[Part], None]) -> None:
+    """Eight clients that ask again and again until told to stop."""
+
+    async def ask(client: Client, request: Request) -> None:
+        while not gone.is_set():
+            referee.check(request, await complete(client, request, on_part))
+
+    async with Client(verifier.address) as client, asyncio.TaskGroup() as group:
+        for request in REQUESTS:
+            for index in range(2):
+                group.create_task(ask(client, replace(request, request_id=f"{request.request_id}-{index}")))
+
+
+@pytest.mark.slow
+async def test_a_drafter_that_is_stopped_for_30_s_under_load_costs_no_memory_and_holds_no_step_up(stage: Stage, referee: Referee) -> None:
+    (drafter,) = await stage.with_drafters("a")
+    for request in REQUESTS:
+        referee.tokens(request)  # not while the load runs
+    verifier = psutil.Process(stage.verifier.process.pid)
+    stopped, gone = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        drafter.send(signal.SIGSTOP)
+        stopped.set()
+
+    fault = AtToken(20 * NUM_TOKENS, stop)  # after a while: the first requests make room that later ones use again
+    loading = asyncio.create_task(load(stage.verifier, referee, gone, fault))
+    await stopped.wait()
+    assert fault.accepted_before
+    before, rss = await scrape(stage.verifier.metrics), [verifier.memory_info().rss]
+    async for _ in every_second(30):
+        rss.append(verifier.memory_info().rss)
+    after = await scrape(stage.verifier.metrics)
+    drafter.send(signal.SIGCONT)
+    gone.set()
+    await loading
+    print([round((each - rss[0]) / 2**20, 1) for each in rss])
+    for name in ("draft_wait_seconds_sum", "draft_wait_seconds_count", "verify_step_seconds_sum", "verify_step_seconds_count"):
+        print(name, after(name) - before(name))
+    await drafts_are_accepted(stage, referee)
+
+
+async def every_second(num_seconds: int) -> AsyncIterator[float]:
+    """The time stopped is part of what is tested, not a way to be in step with it."""
+    end = time.monotonic() + num_seconds
+    while time.monotonic() < end:
+        await asyncio.sleep(1)
+        yield time.monotonic()
