@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutants import PAGE, ROOT, DoesNotApply, Mutant, apply, read_list, table
+from tools.mutants import PAGE, ROOT, DoesNotApply, Mutant, changed, read_list, table
 
 MUTANTS = read_list()
 
@@ -22,13 +22,8 @@ def test_every_mutant_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_it_still_applies_and_gives_another_program(mutant: Mutant, tmp_path: Path) -> None:
-    source = (ROOT / mutant.path).read_text()
-    copy = tmp_path / mutant.path
-    copy.parent.mkdir(parents=True)
-    copy.write_text(source)
-    apply(mutant, tmp_path)
-    assert ast.dump(ast.parse(copy.read_text())) != ast.dump(ast.parse(source))
+def test_it_still_applies_and_gives_another_program(mutant: Mutant) -> None:
+    assert ast.dump(ast.parse(changed(mutant, ROOT))) != ast.dump(ast.parse((ROOT / mutant.path).read_text()))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -41,6 +36,5 @@ def test_the_tests_that_it_names_are_there(mutant: Mutant) -> None:
 @pytest.mark.parametrize("old", ["no such line", "import"], ids=["nowhere", "more than once"])
 def test_one_whose_text_is_not_there_exactly_once_is_an_error(old: str, tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text("import a\nimport b\n")
-    with pytest.raises(DoesNotApply, match="broken: its text is . times in module.py"):
-        apply(replace(MUTANTS[0], name="broken", path="module.py", old=old), tmp_path)
-    assert (tmp_path / "module.py").read_text() == "import a\nimport b\n"
+    with pytest.raises(DoesNotApply, match=r"broken: its text is [02] times in module\.py"):
+        changed(replace(MUTANTS[0], name="broken", path="module.py", old=old), tmp_path)

@@ -29,8 +29,7 @@ _COPIED = (*_PRODUCT, "protos", "tests", "tools", "pyproject.toml", "README.md")
 _TIMEOUT_S = 120  # of one test
 _LOG_TAIL = 4000  # characters shown of what pytest printed
 # Loaded once, in the process that the others are forked from: most of the time of a short test otherwise. Nothing of the product is.
-_PRELOADED = ["torch", "transformers.masking_utils", *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "gemma2", "gemma3"))]
-
+_PRELOADED = ["torch", *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "gemma2", "gemma3"))]
 _OPTIONS = (
     *("-q", "--tb=short", "--hypothesis-profile=mutants"),
     *("-p", "no:cacheprovider"),
@@ -125,17 +124,16 @@ def read_list() -> tuple[Mutant, ...]:
     return tuple(Mutant(**entry | {"tests": tuple(entry["tests"])}) for entry in tomllib.loads(LIST.read_text())["mutant"])
 
 
-def apply(mutant: Mutant, root: Path) -> None:
-    """Changes the file below `root` that the mutant changes.
+def changed(mutant: Mutant, root: Path) -> str:
+    """Text of the mutant's file below `root` with the mutant in it.
 
     Raises:
         DoesNotApply: the old text is not there exactly once.
     """
-    path = root / mutant.path
-    text = path.read_text()
+    text = (root / mutant.path).read_text()
     if (count := text.count(mutant.old)) != 1:
         raise DoesNotApply(f"{mutant.name}: its text is {count} times in {mutant.path}")
-    path.write_text(text.replace(mutant.old, mutant.new))
+    return text.replace(mutant.old, mutant.new)
 
 
 def table(mutants: Iterable[Mutant]) -> str:
@@ -160,14 +158,10 @@ def copy_of_tree() -> Iterator[Path]:
 
 
 def run(tests: tuple[str, ...], mutant: Mutant | None) -> Outcome:
-    """Runs tests in a copy of the tree. For a process of its own: the modules that it loads are the copy's.
-
-    Raises:
-        DoesNotApply: see `apply`.
-    """
+    """Runs tests in a copy of the tree. For a process of its own: the modules that it loads are the copy's."""
     with copy_of_tree() as copy:
         if mutant is not None:
-            apply(mutant, copy)
+            (copy / mutant.path).write_text(changed(mutant, copy))
         os.chdir(copy)
         sys.path[:0] = [str(copy), str(copy / "protos")]
         os.environ["PYTHONPATH"] = f"{copy}{os.pathsep}{copy / 'protos'}"  # of processes that a test starts
@@ -210,7 +204,7 @@ def _told(outcome: Outcome) -> str:
 
 
 def main() -> None:
-    """Run all mutants, or those that are named; exits with 1 if a mutant is not noticed, with 2 if a test fails without any."""
+    """Run all mutants, or those that are named; exits with 1 if one is not noticed, with 2 if one does not apply or a test fails without any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; all of them if none is named")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes at once")
@@ -224,6 +218,11 @@ def main() -> None:
     if unknown := set(arguments.names) - {mutant.name for mutant in mutants}:
         parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
     chosen = {mutant.name: mutant for mutant in mutants if mutant.name in arguments.names or not arguments.names}
+    for mutant in chosen.values():
+        try:
+            changed(mutant, ROOT)
+        except DoesNotApply as error:
+            parser.error(f"{error}; the code has changed, and {LIST.name} has to follow")
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     if not _baseline(chosen.values(), arguments.jobs):
         sys.exit(2)

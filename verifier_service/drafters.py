@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from shared.link import Begin, Commit, End, Hello, StepBatch
 from shared.sampling import Mode
+from verifier_service.acceptance import Acceptance
 from verifier_service.stats import LinkCounters
 
 _DECAY = 0.2  # weight of a new sample in the running means
@@ -57,6 +58,7 @@ class Drafter:
         idle: it has said that nothing more follows until the next step.
         vain_waits: waits in a row that brought nothing.
         suspended_until: set while its circuit is open: when one sequence may be tried again.
+        acceptance: of its guesses, over all sequences: what a new sequence is expected to do.
     """
 
     link: int
@@ -72,6 +74,7 @@ class Drafter:
     suspended_until: float | None = None
     probe_s: float = _FIRST_PROBE_S
     timing: Timing = field(default_factory=Timing)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     counters: LinkCounters = field(default_factory=LinkCounters)
     begins: list[Begin] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)

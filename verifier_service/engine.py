@@ -194,7 +194,7 @@ class Engine:
         # Setting the length is the whole rollback: KV beyond it is overwritten before anything reads it.
         generation.sequence.kv_len = base_length + min(verdict.accepted, num_kept - 1)
         if part.num_guesses:
-            generation.acceptance.observe(accepted, drafted)
+            self.speculation.verified(generation, accepted, drafted)
         if stop is None:
             self.speculation.committed(generation, base_length, accepted, token_ids, now)
         else:

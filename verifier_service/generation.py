@@ -5,29 +5,10 @@ from dataclasses import dataclass, field
 from shared.engine.sequence import Sequence
 from shared.noise import derive_key, noise_key
 from shared.sampling import Mode, Pick, TokenRules
+from verifier_service.acceptance import Acceptance
 from verifier_service.guesses import GuessBuffer
 from verifier_service.rejection import RejectionKeys
 from verifier_service.request import Request
-
-_DECAY = 0.9  # of the acceptance estimate, per round
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """Decayed count of accepted guesses and of tries, one try per guess up to the first rejected one. The prior is 1 in 2."""
-
-    accepted: float = 1.0
-    tried: float = 2.0
-
-    @property
-    def rate(self) -> float:
-        """Chance that a guess is accepted given that those before it were."""
-        return self.accepted / self.tried
-
-    def observe(self, num_accepted: int, num_scored: int) -> None:
-        """Takes note of a committed round."""
-        self.accepted = _DECAY * self.accepted + num_accepted
-        self.tried = _DECAY * self.tried + num_accepted + (num_accepted < num_scored)
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from shared.link import Begin, Capacity, Commit, Decline, End, EndReason, Hello, Proposal, ProposalBatch, Resync, StepBatch
+from verifier_service.acceptance import Acceptance
 from verifier_service.drafters import Drafter, Drafters
 from verifier_service.generation import Generation
 from verifier_service.stats import LinkCounters
@@ -123,6 +124,7 @@ class Speculation:
                 if chosen is not None:
                     generation.drafter = chosen.link
                     chosen.sequences.add(generation.number)
+                    generation.acceptance = Acceptance.starting_at(chosen.acceptance.rate)
                     self._begin(generation, chosen)
 
     def committed(self, generation: Generation, base_length: int, accepted: int, token_ids: tuple[int, ...], now: float) -> None:
@@ -147,6 +149,13 @@ class Speculation:
             self._begin(generation, drafter)  # not told yet: tell it with these tokens
         else:
             drafter.commits.append(Commit(generation.number, base_length, accepted, token_ids, self._window_of(generation), rewind))
+
+    def verified(self, generation: Generation, accepted: int, drafted: int) -> None:
+        """A round is committed."""
+        generation.acceptance.observe(accepted, drafted)
+        drafter = self._drafters.get(generation.drafter)
+        if drafter is not None:
+            drafter.acceptance.observe(accepted, drafted)
 
     def ended(self, generation: Generation, reason: EndReason) -> None:
         """A request is over."""
