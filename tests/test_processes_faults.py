@@ -19,7 +19,7 @@ from outrider.v1 import generate_pb2, link_pb2, link_pb2_grpc, verifier_pb2_grpc
 from client import Client, Part
 from client.convert import to_request
 from shared.digest import extend
-from shared.errors import OutriderError, ProtocolViolation, Unavailable
+from shared.errors import ProtocolViolation, Unavailable
 from shared.rpc.status import from_rpc_error
 from shared.sampling import SamplingParams
 from tests.support.calls import AtToken, Referee, complete, complete_all, to_options
@@ -289,7 +289,7 @@ class Impostor:
             (start + 50, digest, [4]),  # leaves a gap
             (start + len(right), extend(digest, right), [2**32 - 1, 5] + 40 * [6]),  # wrong, out of the vocabulary, beyond the window
         )
-        for place, says, token_ids in kinds:
+        for place, says, token_ids in kinds if self._num_batches % 2 else reversed(kinds):
             proposal = link_pb2.Proposal(sequence=number, start=place, digest=says, token_ids=token_ids)
             await self._send(proposals=link_pb2.ProposalBatch(step=step, proposals=[proposal]))
         strange = link_pb2.Proposal(sequence=number + 10_000, start=0, digest=0, token_ids=[1])
@@ -336,7 +336,12 @@ async def test_a_drafter_that_sends_garbage_is_counted_and_changes_nothing(stage
         assert (await call.read()).WhichOneof("frame") == "welcome"
         impostor = asyncio.create_task(Impostor(call, answers).run())
         seen = AtToken(1, lambda: None)
+        t0 = time.monotonic()
         await play(stage, referee, REQUESTS, seen)
+        print("play took", time.monotonic() - t0, seen.accepted, seen.received)
+        now = await scrape(verifier.metrics)
+        for name in ("draft_wait_seconds_sum", "draft_wait_seconds_count", "verify_step_seconds_sum", "verify_step_seconds_count"):
+            print(name, now(name) - before(name))
         assert seen.accepted > 0
 
         for name, reasons in (("draft_stale_total", STALE), ("rejected_proposals_total", REJECTED)):

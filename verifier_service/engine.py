@@ -39,9 +39,9 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step hands out, as one batch: what it gave the requests, and numbers about it."""
+    """What a step hands out, as one batch: what it gave each request, by sequence number, and numbers about it."""
 
-    emissions: tuple[Emission, ...]
+    emissions: tuple[tuple[int, Emission], ...]
     stats: StepStats
 
 
@@ -76,8 +76,6 @@ class Engine:
         self._clock = clock
         self._entropy = entropy
         self._live: dict[int, Generation] = {}
-        self._numbers: dict[str, int] = {}
-        self._next_number = 1
         self._scheduler = Scheduler(allocator, limits.scheduler)
         self._scoring = Scoring(runner, vocab_size, scorer)
         self.speculation = Speculation(self._live, tell, limits.window, limits.scheduler.max_draft_tokens)
@@ -99,23 +97,26 @@ class Engine:
         """When the last step ended: a guess that arrived before that arrived while it was computed."""
         return self._last_step_ended
 
-    def submit(self, request: Request) -> None:
-        """Takes a request in. Its first tokens come with one of the next steps."""
+    def submit(self, number: int, request: Request) -> None:
+        """Takes a request in. Its first tokens come with one of the next steps.
+
+        Args:
+            number: of its sequence, on the links too; never reused. Ids of requests are, so nothing here goes by them.
+            request: validated.
+        """
         stopping = request.stopping
         room = self._max_model_len - len(request.prompt_ids)
         request = replace(request, stopping=replace(stopping, max_tokens=min(stopping.max_tokens, room)))
-        generation = new_generation(self._next_number, request, self._vocab_size, self._entropy(), self._clock())
-        self._next_number += 1
-        self._live[generation.number] = generation
-        self._numbers[request.request_id] = generation.number
+        generation = new_generation(number, request, self._vocab_size, self._entropy(), self._clock())
+        self._live[number] = generation
         self._scheduler.add(generation)
         self.speculation.assign(self._clock())
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, number: int) -> None:
         """Forgets a request, if it is still there, and frees its blocks."""
-        number = self._numbers.get(request_id)
-        if number is not None:
-            self._end(self._live[number], EndReason.CANCELLED)
+        generation = self._live.get(number)
+        if generation is not None:
+            self._end(generation, EndReason.CANCELLED)
 
     def wait_until(self, now: float) -> float:
         """Time until which the next step had better wait for guesses; in the past if it should not."""
@@ -167,18 +168,18 @@ class Engine:
             _log.exception("step failed", extra={"requests": [part.generation.request.request_id for part in plan]})
             return [EngineFailure("the step failed")] * len(plan)
 
-    def _commit(self, plan: Sequence[Scheduled], verdicts: Sequence[Scores], now: float) -> list[Emission]:
+    def _commit(self, plan: Sequence[Scheduled], verdicts: Sequence[Scores], now: float) -> list[tuple[int, Emission]]:
         emissions = []
         for part, verdict in zip(plan, verdicts, strict=True):
             generation = part.generation
             generation.scheduled_before = True
             if isinstance(verdict, EngineFailure):
-                emissions.append(Emission(generation.request.request_id, error=verdict))
+                emissions.append((generation.number, Emission(generation.request.request_id, error=verdict)))
                 self._end(generation, EndReason.CANCELLED)
                 continue
             generation.sequence.kv_len += part.num_tokens
             if verdict is not None:
-                emissions.append(self._append(part, verdict, now))
+                emissions.append((generation.number, self._append(part, verdict, now)))
         return emissions
 
     def _append(self, part: Scheduled, verdict: Verdict, now: float) -> Emission:
@@ -213,7 +214,7 @@ class Engine:
     def _end(self, generation: Generation, reason: EndReason) -> None:
         self._scheduler.remove(generation)
         self.speculation.ended(generation, reason)
-        del self._live[generation.number], self._numbers[generation.request.request_id]
+        del self._live[generation.number]
 
     def _observe_plain_step(self, seconds: float) -> None:
         mean = self._plain_step_s

@@ -57,7 +57,9 @@ class Verifier:
         self._on_stats = on_stats
         self._on_round_trip = on_round_trip
         self._on_crash = on_crash
-        self._streams: dict[str, asyncio.Queue[Emission]] = {}
+        self._streams: dict[int, asyncio.Queue[Emission]] = {}
+        self._request_ids: set[str] = set()
+        self._next_number = itertools.count(1)
         self._links: dict[int, _Link] = {}
         self._next_link = itertools.count(1)
         self._refused: deque[RefusedDrafter] = deque(maxlen=_MAX_REFUSED)
@@ -108,17 +110,19 @@ class Verifier:
             raise Unavailable("ENGINE_STALLED", "the engine has stopped", retry_after_s=10.0)
         if len(self._streams) >= self._max_live:
             raise Overloaded(f"{len(self._streams)} requests are running or waiting already")
-        if request.request_id in self._streams:
+        if request.request_id in self._request_ids:
             raise InvalidRequest("request_id", "a request of this id is running")
-        stream: asyncio.Queue[Emission] = asyncio.Queue()
-        self._streams[request.request_id] = stream
-        self._thread.post(lambda: self._engine.submit(request))
+        number = next(self._next_number)
+        stream = self._streams[number] = asyncio.Queue()
+        self._request_ids.add(request.request_id)
+        self._thread.post(lambda: self._engine.submit(number, request))
         try:
             yield _emissions(stream)
         finally:
-            del self._streams[request.request_id]
-            # Of a request that has ended by itself the engine knows nothing any more, and says so by doing nothing.
-            self._thread.post(lambda: self._engine.cancel(request.request_id))
+            del self._streams[number]
+            self._request_ids.remove(request.request_id)
+            # Of a request that has ended by itself the engine knows nothing any more, and does nothing.
+            self._thread.post(lambda: self._engine.cancel(number))
 
     async def close(self) -> None:
         """Ends the engine thread, after the step it is in."""
@@ -208,16 +212,16 @@ class Verifier:
             link.on_batch(batch)
 
     def _deliver(self, output: StepOutput) -> None:
-        for emission in output.emissions:
-            stream = self._streams.get(emission.request_id)
+        for number, emission in output.emissions:
+            stream = self._streams.get(number)
             if stream is not None:
                 stream.put_nowait(emission)
         self._on_stats(output.stats)
 
     def _crash(self) -> None:
         self._crashed = True
-        for request_id, stream in self._streams.items():
-            stream.put_nowait(Emission(request_id, error=EngineFailure("the engine has stopped")))
+        for stream in self._streams.values():
+            stream.put_nowait(Emission("", error=EngineFailure("the engine has stopped")))
         self._on_crash()
 
 

@@ -128,18 +128,21 @@ class VirtualPair:
         self._links = itertools.count(1)
         self._actions: dict[int, Callable[[], None]] = {}
         self._num_steps = 0
+        self._numbers: dict[str, int] = {}
+        self._next_number = itertools.count(1)
 
     # -- what a test does
 
     def submit(self, request: Request) -> None:
         self.text[request.request_id] = []
         self.engine_clock.now = max(self.engine_clock.now, self.clock.now)
-        self.engine.submit(request)
+        self._numbers[request.request_id] = number = next(self._next_number)
+        self.engine.submit(number, request)
         self._at(self.clock.now, self._wake_engine)
 
     def cancel(self, request_id: str) -> None:
         """Cancels at once, as the thread would between two steps; what the step before gave it is dropped."""
-        self.engine.cancel(request_id)
+        self.engine.cancel(self._numbers[request_id])
         self.text.pop(request_id, None)
         self.engine.check_integrity()
 
@@ -231,7 +234,7 @@ class VirtualPair:
     def _step_ended(self, output: StepOutput) -> None:
         self._engine_busy = False
         self.outputs.append(output)
-        for emission in output.emissions:
+        for _, emission in output.emissions:
             if emission.request_id not in self.text:
                 continue
             self.emissions.append(emission)

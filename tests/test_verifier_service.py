@@ -1,0 +1,178 @@
+"""The crossing between event loop and engine thread: real thread, real engine, tiny model."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from shared.engine.block_allocator import BlockAllocator
+from shared.engine.model_runner import ModelRunner
+from shared.errors import EngineFailure, HandshakeRefused, InvalidRequest, Overloaded, Unavailable
+from shared.link import PROTOCOL_REVISION, Hello, StepBatch
+from shared.sampling import Mode, SamplingParams
+from tests.support.oracle import PlainDecoder
+from tests.support.tiny_models import tiny_llama
+from verifier_service.engine import Engine, EngineLimits
+from verifier_service.request import FinishReason, Request, Stopping
+from verifier_service.scheduler import SchedulerLimits
+from verifier_service.service import Verifier
+from verifier_service.stats import StepStats
+
+TARGET = tiny_llama()
+ORACLE = PlainDecoder(TARGET)
+NUM_BLOCKS = 64
+
+
+def ask(name: str, max_tokens: int = 12) -> Request:
+    return Request(name, (1, 2, 3), SamplingParams(), Stopping(max_tokens), seed=len(name), max_draft_tokens=4)
+
+
+def hello(instance: str = "a", fingerprint: str = "", revision: int = PROTOCOL_REVISION) -> Hello:
+    return Hello(revision, instance, instance, fingerprint, (Mode.COUPLED,), 4)
+
+
+@dataclass
+class Running:
+    verifier: Verifier
+    allocator: BlockAllocator
+    runner: ModelRunner
+    stats: list[StepStats]
+    crashed: asyncio.Event
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():  # noqa: ASYNC110 - the engine thread tells nobody when it has freed blocks
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running(max_queue: int = 4, max_running: int = 4) -> AsyncIterator[Running]:
+    allocator, runner = BlockAllocator(NUM_BLOCKS, 4), ModelRunner(TARGET, NUM_BLOCKS, 4)
+    limits = EngineLimits(SchedulerLimits(max_running, 64, 4), NUM_BLOCKS * 4, 8)
+    stats: list[StepStats] = []
+    crashed = asyncio.Event()
+    verifier = Verifier("finger", max_queue, max_running, time.monotonic, stats.append, lambda _: None, crashed.set)
+    numbers = itertools.count()
+    verifier.start(lambda tell: Engine(runner, allocator, TARGET.vocab_size, limits, "expanded", tell, time.monotonic, lambda: next(numbers)))
+    try:
+        yield Running(verifier, allocator, runner, stats, crashed)
+    finally:
+        await verifier.close()
+
+
+async def collect(verifier: Verifier, request: Request) -> list[int]:
+    token_ids: list[int] = []
+    async with verifier.open(request) as emissions:
+        async for emission in emissions:
+            token_ids.extend(emission.token_ids)
+    return token_ids
+
+
+async def test_concurrent_requests_each_get_their_own_tokens():
+    async with running() as service:
+        asked = [ask(f"r{'x' * i}", 10 + i) for i in range(6)]
+        texts = await asyncio.gather(*(collect(service.verifier, request) for request in asked))
+        assert texts == [ORACLE.tokens(request) for request in asked]
+        await service.until(lambda: service.allocator.num_free == NUM_BLOCKS)
+
+
+async def test_the_stream_ends_with_the_reason():
+    async with running() as service, service.verifier.open(ask("r", 3)) as emissions:
+        last = [emission async for emission in emissions][-1]
+        assert last.finish is FinishReason.LENGTH
+
+
+async def test_leaving_a_request_frees_its_blocks():
+    async with running() as service:
+        async with service.verifier.open(ask("r", 200)) as emissions:
+            await anext(emissions)
+            assert service.allocator.num_free < NUM_BLOCKS
+        assert service.verifier.num_live == 0
+        await service.until(lambda: service.allocator.num_free == NUM_BLOCKS)
+
+
+async def test_an_id_can_be_used_again_at_once_but_not_twice_at_the_same_time():
+    async with running() as service:
+        async with service.verifier.open(ask("r", 200)) as emissions:
+            await anext(emissions)
+            with pytest.raises(InvalidRequest) as refused:
+                async with service.verifier.open(ask("r")):
+                    pass
+            assert refused.value.field == "request_id"
+        assert await collect(service.verifier, ask("r")) == ORACLE.tokens(ask("r"))
+
+
+async def test_beyond_the_queue_a_request_is_refused_and_the_others_go_on():
+    async with running(max_queue=1, max_running=1) as service:
+        verifier = service.verifier
+        async with verifier.open(ask("a", 50)) as first, verifier.open(ask("bb", 5)) as second:
+            with pytest.raises(Overloaded):
+                await collect(verifier, ask("ccc"))
+            assert [emission async for emission in first]
+            assert [emission async for emission in second]
+
+
+async def test_a_drafter_that_does_not_fit_is_refused_and_remembered():
+    async with running() as service:
+        for wrong in (hello(fingerprint="other"), hello(revision=PROTOCOL_REVISION + 1)):
+            with pytest.raises(HandshakeRefused):
+                service.verifier.attach(wrong, lambda batch: None, lambda reason: None)
+        assert len(service.verifier.refused_drafters()) == 2
+        assert service.verifier.drafters() == ()
+
+
+async def test_of_one_instance_the_newest_stream_wins():
+    async with running() as service:
+        closed: list[str] = []
+        service.verifier.attach(hello("same"), lambda batch: None, closed.append)
+        service.verifier.attach(hello("same"), lambda batch: None, lambda reason: closed.append("wrong one"))
+        await service.until(lambda: len(service.verifier.drafters()) == 1)
+        assert closed == ["a newer stream of the same instance has attached"]
+
+
+async def test_an_attached_drafter_is_told_of_requests():
+    async with running() as service:
+        batches: list[StepBatch] = []
+        service.verifier.attach(hello(), batches.append, lambda reason: None)
+        await service.until(lambda: len(service.verifier.drafters()) == 1)
+        await collect(service.verifier, ask("r"))
+        await service.until(lambda: any(batch.ends for batch in batches))
+        assert [begin.token_ids[:3] for batch in batches for begin in batch.begins] == [(1, 2, 3)]
+        committed = [token for batch in batches for commit in batch.commits for token in commit.token_ids]
+        assert committed == ORACLE.tokens(ask("r"))[: len(committed)]
+
+
+async def test_a_step_that_fails_fails_who_was_in_it_and_the_engine_goes_on(monkeypatch):
+    async with running() as service:
+        forward = service.runner.forward
+
+        def fail_once(spans):
+            monkeypatch.setattr(service.runner, "forward", forward)
+            raise RuntimeError("the device is out of memory")
+
+        monkeypatch.setattr(service.runner, "forward", fail_once)
+        async with service.verifier.open(ask("r")) as emissions:
+            failed = [emission async for emission in emissions]
+        assert isinstance(failed[-1].error, EngineFailure)
+        assert await collect(service.verifier, ask("s")) == ORACLE.tokens(ask("s"))
+        assert service.allocator.num_free == NUM_BLOCKS
+
+
+async def test_if_the_engine_dies_its_requests_end_with_an_error_and_new_ones_are_refused(monkeypatch):
+    async with running() as service:
+        async with service.verifier.open(ask("r", 200)) as emissions:
+            await anext(emissions)
+            monkeypatch.setattr(service.allocator, "release", None)  # the books are broken: nothing can be trusted any more
+            async with service.verifier.open(ask("s", 1)) as others:
+                ends = [emission async for emission in others]
+            assert isinstance(ends[-1].error, EngineFailure)
+            assert isinstance([emission async for emission in emissions][-1].error, EngineFailure)
+        await service.crashed.wait()
+        with pytest.raises(Unavailable) as refused:
+            async with service.verifier.open(ask("t")):
+                pass
+        assert refused.value.reason == "ENGINE_STALLED"
