@@ -47,18 +47,30 @@ def process(logits: Tensor, picks: Sequence[Pick]) -> Tensor:
 
 
 def pick_tokens(logits: Tensor, picks: Sequence[Pick]) -> Tensor:
-    """Picks each row's token: argmax of score + noise(key, position, token), without noise where greedy; ties go to the lowest id.
-
-    Adding Gumbel noise and taking the best is a draw from the softmax (Gumbel 1954). Coupled verification and plain decoding are both this call.
+    """Picks each row's token. Coupled verification and plain decoding are both this call.
 
     Args:
         logits: [R, V]
         picks: one per row.
 
     Returns:
-        [R] int64 in 0..V-1; without meaning for a row that `finite_rows` rejects.
+        [R] int64 in 0..V-1; without meaning for a row whose scores `finite_rows` rejects.
     """
-    scores = process(logits, picks)
+    return pick_best(process(logits, picks), picks)
+
+
+def pick_best(scores: Tensor, picks: Sequence[Pick]) -> Tensor:
+    """Argmax of score + noise(key, position, token), without noise where greedy; ties go to the lowest id.
+
+    Adding Gumbel noise and taking the best is a draw from the softmax (Gumbel 1954).
+
+    Args:
+        scores: [R, V] from `process`.
+        picks: one per row.
+
+    Returns:
+        As `pick_tokens`.
+    """
     # torch.max, unlike most of torch, promises the first of equal maxima: the lowest id.
     best_ids = scores.max(-1).indices
     rows = [row for row, pick in enumerate(picks) if not pick.rules.sampling.is_greedy]
@@ -88,9 +100,9 @@ def probabilities(scores: Tensor, picks: Sequence[Pick]) -> Tensor:
     return distributions
 
 
-def finite_rows(logits: Tensor) -> Tensor:
-    """Which rows are logits at all: no NaN, no +inf, not all -inf. [R, V] to [R] bool."""
-    return logits.amax(-1).isfinite()
+def finite_rows(rows: Tensor) -> Tensor:
+    """Which rows, of logits or of scores, can be picked from: no NaN, no +inf, not all -inf. [R, V] to [R] bool."""
+    return rows.amax(-1).isfinite()
 
 
 def _add_bias(scores: Tensor, picks: Sequence[Pick]) -> None:

@@ -39,4 +39,4 @@ def test_a_second_attempt_in_rejection_mode_draws_anew():
 def test_greedy_requests_of_rejection_mode_need_no_ratio():
     greedy = generation(Mode.REJECTION, temperature=0.0)
     assert greedy.rejection_keys is None
-    assert greedy.draft_seed == SEED
+    assert greedy.draft_seed != SEED  # it never leaves the verifier in this mode

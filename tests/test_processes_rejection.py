@@ -67,7 +67,9 @@ def logs(services: Services) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def outcome(services: Services, models: tuple[Path, Path]) -> Outcome:
     target, draft = models
-    verifier = services.launch_large_verifier(target, "--max-num-seqs", str(CONCURRENCY), "--max-draft-tokens", "3", "--window", "6", seconds=0.06).serving()
+    verifier = services.launch_large_verifier(
+        target, "--max-num-seqs", str(CONCURRENCY), "--max-draft-tokens", "3", "--window", "6", seconds=0.06
+    ).serving()
     services.launch_draft(verifier.address, verifier.link, "--capacity", str(CONCURRENCY), draft=draft).attached()
     return asyncio.run(run_all(verifier))
 

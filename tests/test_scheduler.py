@@ -50,6 +50,34 @@ def test_decoding_requests_come_before_a_long_prompt():
     assert not plan[1].is_terminal
 
 
+def test_guesses_of_older_requests_take_nobodys_token():
+    """Six requests with more guesses than the step has room for: all six get their token, and the guesses that fit are dealt out evenly."""
+    queue, _ = scheduler(200, max_running=8, max_step_tokens=16, max_draft_tokens=8)
+    live = [generation(number, 2, max_draft_tokens=8) for number in range(6)]
+    for one in live:
+        queue.add(one)
+    run(queue.schedule())
+    for one in live:
+        guess(one, 8)
+    plan = queue.schedule()
+    assert [part.num_tokens for part in plan] == [1] * 6
+    assert sorted(part.num_guesses for part in plan) == [1, 1, 2, 2, 2, 2]
+
+
+def test_a_prompt_gets_its_share_beside_requests_with_many_guesses():
+    queue, _ = scheduler(200, max_running=8, max_step_tokens=16, max_draft_tokens=8)
+    live = [generation(number, 2, max_draft_tokens=8) for number in range(3)]
+    for one in live:
+        queue.add(one)
+    run(queue.schedule())
+    for one in live:
+        guess(one, 8)
+    queue.add(generation(9, 50))
+    plan = {part.generation.number: part for part in queue.schedule()}
+    assert plan[9].num_tokens == 4
+    assert sum(plan[number].num_guesses for number in range(3)) == 16 - 3 - 4
+
+
 def test_guesses_are_clipped_to_what_the_request_can_still_use():
     queue, _ = scheduler(64)
     one = generation(1, 3, max_tokens=4)

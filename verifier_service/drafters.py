@@ -56,7 +56,7 @@ class Drafter:
         heard_step: last step that went into an answer.
         heard_at: when the last answer came.
         idle: it has said that nothing more follows until the next step.
-        vain_waits: waits in a row that brought nothing.
+        vain_waits: waits in a row that brought no guess that fits.
         suspended_until: set while its circuit is open: when one sequence may be tried again.
         acceptance: of its guesses, over all sequences: what a new sequence is expected to do.
     """
@@ -105,12 +105,12 @@ class Drafter:
     def answer(self, step: int, idle: bool, now: float) -> None:
         """Takes note of an answer that knows `step`; one that was never told counts for the last that was."""
         self.heard_step, self.heard_at = max(self.heard_step, min(step, self.told_step)), now
-        self.idle = idle and not self.owes_answer
-        self.vain_waits = 0
-        self.suspended_until, self.probe_s = None, _FIRST_PROBE_S
+        if not self.owes_answer:
+            self.idle = idle
+            self.suspended_until, self.probe_s = None, _FIRST_PROBE_S
 
     def is_hung(self, now: float) -> bool:
-        """Whether it owes an answer for too long, or has let the verifier wait in vain too often."""
+        """Whether it owes an answer for too long, or owes one and has let the verifier wait in vain too often."""
         return self.owes_answer and (self.vain_waits >= _MAX_VAIN_WAITS or now - self.told_at > _HANG_S)
 
 
@@ -123,10 +123,6 @@ class Drafters:
     def __iter__(self) -> Iterator[Drafter]:
         """In the order they attached."""
         return iter(list(self._by_link.values()))
-
-    def __len__(self) -> int:
-        """How many are attached."""
-        return len(self._by_link)
 
     def get(self, link: int | None) -> Drafter | None:
         """The one on this link, if it is still attached."""

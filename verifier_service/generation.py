@@ -104,5 +104,6 @@ def new_generation(number: int, request: Request, vocab_size: int, nonce: int, n
     rules = TokenRules(request.sampling, prompt_length, vocab_size, suppressed, prompt_length + stopping.min_tokens)
     by_ratio = request.mode is Mode.REJECTION and not request.sampling.is_greedy
     keys = RejectionKeys(*(derive_key(request.seed, stream, nonce) for stream in ("accept", "residual", "plain"))) if by_ratio else None
-    draft_seed = derive_key(request.seed, "draft", nonce) if by_ratio else request.seed
+    # In rejection mode the seed itself never leaves the verifier, not even for a greedy request, whose drafter needs none.
+    draft_seed = request.seed if request.mode is Mode.COUPLED else derive_key(request.seed, "draft", nonce)
     return Generation(number, request, rules, draft_seed, keys, now, Sequence(committed), GuessBuffer(committed))

@@ -89,8 +89,7 @@ class GuessBuffer:
         if self._digests[start - self._base] != proposal.digest:
             return Joined(0, "late" if start < self.committed_length else "mismatch", size)
         overlap = min(end - start, size)
-        chain = self._recent + self.token_ids
-        if list(proposal.token_ids[:overlap]) != chain[start - self._base : start - self._base + overlap]:
+        if list(proposal.token_ids[:overlap]) != self._chain(start, overlap):
             return Joined(0, "late" if start < self.committed_length else "mismatch", size)
         num_joined = max(0, min(size - overlap, window - len(self.token_ids)))
         for index in range(overlap, overlap + num_joined):
@@ -132,6 +131,12 @@ class GuessBuffer:
         """Forgets all guesses: their drafter is gone, or is starting over."""
         del self._digests[len(self._recent) + 1 :]
         self._drop_head(len(self.token_ids))
+
+    def _chain(self, start: int, length: int) -> list[int]:
+        """`length` tokens of the chain from position `start` on."""
+        recent = self._recent[start - self._base : start - self._base + length]
+        first = max(0, start - self.committed_length)
+        return [*recent, *self.token_ids[first : first + length - len(recent)]]
 
     def _drop_head(self, count: int) -> None:
         del self.token_ids[:count], self.distributions[:count], self.overlapped[:count]

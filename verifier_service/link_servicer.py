@@ -25,6 +25,7 @@ SERVICE_NAME = link_pb2.DESCRIPTOR.services_by_name["LinkService"].full_name
 SILENCE_S = 5.0
 _HEARTBEAT_S = 1.0
 _OUTBOX_BYTES = 8 << 20
+_SMALL_FRAME_BYTES = 64 << 10  # a larger one is parsed beside the event loop: that may take a second
 _MAX_BAD_FRAMES = 16  # within a minute
 _BAD_FRAMES_S = 60.0
 
@@ -61,6 +62,7 @@ class LinkServicer(link_pb2_grpc.LinkServiceServicer):
         heartbeat_s: time between heartbeats.
         outbox_bytes: most that may be pending for a link; more ends it.
         clock: monotonic seconds.
+        on_bytes: told the direction (`received` or `sent`), the kind (the name of the frame's arm) and the size of each message.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class LinkServicer(link_pb2_grpc.LinkServiceServicer):
         heartbeat_s: float = _HEARTBEAT_S,
         outbox_bytes: int = _OUTBOX_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        on_bytes: Callable[[str, str, int], None] = lambda _direction, _kind, _size: None,
     ) -> None:
         self._links = links
         self._welcome = welcome
@@ -78,6 +81,7 @@ class LinkServicer(link_pb2_grpc.LinkServiceServicer):
         self._heartbeat_s = heartbeat_s
         self._outbox_bytes = outbox_bytes
         self._clock = clock
+        self._on_bytes = on_bytes
         self._sessions: set[_Session] = set()
 
     def serve_on(self, server: grpc.aio.Server) -> None:
@@ -96,7 +100,7 @@ class LinkServicer(link_pb2_grpc.LinkServiceServicer):
         del context
         messages = aiter(request_iterator)
         hello = await self._read_hello(messages)
-        session = _Session(self._links, Outbox(self._outbox_bytes), self._silence_s, self._heartbeat_s, self._clock)
+        session = _Session(self._links, Outbox(self._outbox_bytes), self._silence_s, self._heartbeat_s, self._clock, self._on_bytes)
         link = self._links.attach(hello, session.tell, session.close)
         session.link = link
         self._sessions.add(session)
@@ -104,11 +108,12 @@ class LinkServicer(link_pb2_grpc.LinkServiceServicer):
         _log.info("drafter attached", link=link, drafter=hello.name, instance=hello.instance_id, capacity=hello.capacity)
         reader = asyncio.create_task(session.read(messages))
         try:
-            for message in to_speculate_responses(self._welcome):
-                yield message
-            while (frame := await session.next_frame()) is not None:
+            frame: FromVerifier | None = self._welcome
+            while frame is not None:
                 for message in to_speculate_responses(frame):
+                    self._on_bytes("sent", message.WhichOneof("frame") or "", message.ByteSize())
                     yield message
+                frame = await session.next_frame()
         finally:
             self._links.detach(link)
             self._sessions.discard(session)
@@ -132,13 +137,22 @@ class LinkServicer(link_pb2_grpc.LinkServiceServicer):
 class _Session:
     """One link: what is to be sent, what was heard. Lives on the event loop."""
 
-    def __init__(self, links: Links, outbox: Outbox, silence_s: float, heartbeat_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        links: Links,
+        outbox: Outbox,
+        silence_s: float,
+        heartbeat_s: float,
+        clock: Callable[[], float],
+        on_bytes: Callable[[str, str, int], None],
+    ) -> None:
         self.link = 0
         self._links = links
         self._outbox = outbox
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
         self._clock = clock
+        self._on_bytes = on_bytes
         self._heard_at = clock()
         self._next_beat = clock() + heartbeat_s
         self._beat_ns = 0  # of the heartbeat that is not answered yet
@@ -208,17 +222,20 @@ class _Session:
         try:
             async for message in messages:
                 self._heard_at = self._clock()
-                if not self._take(message):
+                size = message.ByteSize()
+                self._on_bytes("received", message.WhichOneof("frame") or "", size)
+                if not await self._take(message, size):
                     break
         except Exception as error:  # the task's boundary: the stream's own task raises it
             self._fail(error)
         self._peer_is_done = True
         self._news.set()
 
-    def _take(self, message: link_pb2.SpeculateRequest) -> bool:
+    async def _take(self, message: link_pb2.SpeculateRequest, size: int) -> bool:
         """Whether more may follow."""
         try:
-            frame = from_speculate_request(message)
+            is_small = size <= _SMALL_FRAME_BYTES
+            frame = from_speculate_request(message) if is_small else await asyncio.to_thread(from_speculate_request, message)
         except MalformedFrame as error:
             self._count_bad_frame(error)
             return True

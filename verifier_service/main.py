@@ -4,7 +4,6 @@ import asyncio
 import secrets
 import signal
 import time
-from contextlib import suppress
 from importlib.metadata import version
 
 import grpc
@@ -114,8 +113,9 @@ async def _serve_loaded(
         device=model.device,
     )
     default_mode = Mode(config.mode)
+    vocab_size = min(tokenizer.vocab_size, pool.model.vocab_size)  # an id needs text and logits
     limits = Limits(
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=vocab_size,
         max_model_len=pool.max_model_len,
         max_prompt_bytes=config.max_prompt_bytes,
         max_draft_tokens=config.max_draft_tokens,
@@ -131,12 +131,12 @@ async def _serve_loaded(
         # Nothing can be served any more: end in order, and let whoever started this process start it again.
         on_crash=lambda: signal.raise_signal(signal.SIGTERM),
     )
-    step_limits = SchedulerLimits(config.max_num_seqs, config.max_step_tokens, config.max_draft_tokens)
+    step_limits = SchedulerLimits(min(config.max_num_seqs, config.max_step_tokens), config.max_step_tokens, config.max_draft_tokens)
     verifier.start(
         lambda tell: Engine(
             pool.runner,
             pool.allocator,
-            tokenizer.vocab_size,
+            vocab_size,
             EngineLimits(step_limits, pool.max_model_len, config.window),
             config.scorer,
             tell,
@@ -154,20 +154,19 @@ async def _serve_loaded(
     servicer = VerifierServicer(
         verifier, tokenizer, frozenset(pool.model.eos_token_ids), describe, metrics, lambda: secrets.randbits(64)
     )
-    welcome = Welcome(tokenizer.vocab_size, MAX_PROPOSAL_TOKENS, MAX_DISTRIBUTION_PAIRS, pool.max_model_len)
+    welcome = Welcome(vocab_size, MAX_PROPOSAL_TOKENS, MAX_DISTRIBUTION_PAIRS, pool.max_model_len)
     link_servicer = LinkServicer(verifier, welcome)
     servicer.serve_on(door)
     link_servicer.serve_on(link_door)
     gate.open()
     await health.set_serving(True)
     _log.info("serving", target=config.target, blocks=pool.allocator.num_blocks, block_size=config.block_size, max_model_len=pool.max_model_len)
-    watch = asyncio.create_task(_watch(verifier, pool.allocator, metrics, health, config.stall_timeout_s))
     try:
-        await run_until_signal(doors, health, gate, config.drain_grace_s, link_servicer.end_links)
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(_watch(verifier, pool.allocator, metrics, health, config.stall_timeout_s))
+            await run_until_signal(doors, health, gate, config.drain_grace_s, link_servicer.end_links)
+            watch.cancel()
     finally:
-        watch.cancel()
-        with suppress(asyncio.CancelledError):
-            await watch
         await verifier.close()
     if verifier.has_crashed:
         raise EngineFailure("the engine has stopped by itself; the log says why")

@@ -1,17 +1,19 @@
 """Which live requests enter a step and how many of their tokens. It owns the KV blocks and knows no model and no link.
 
-Running requests come first, in order of arrival: those that decode with their guesses, then those that still prefill share
-what is left of the token budget in chunks. When blocks run out guesses are given up first, then the youngest running
-request is preempted: its blocks go, its tokens stay, and it is computed again later. Nobody outside notices.
+Every request that decodes gets its one token, then prompts get their chunks in order of arrival, at least a quarter of the step if
+they need it, and what is left is dealt out to the guesses evenly: neither long prompts nor guesses hold up anybody's tokens. When blocks
+run out guesses are given up first, then the youngest running request is preempted: its blocks go, its tokens stay, and it is computed
+again later. Nobody outside notices.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.engine.block_allocator import BlockAllocator
 from shared.errors import OutOfBlocks
 from verifier_service.generation import Generation
+
+_PREFILL_SHARE = 4  # prompts get at least one part in so many of a step, guesses the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,6 @@ class Scheduler:
         self._running: list[Generation] = []
         self.num_preempted = 0
 
-    def __iter__(self) -> Iterator[Generation]:
-        """All live requests, running ones first."""
-        return iter([*self._running, *self._waiting])
-
     @property
     def num_running(self) -> int:
         """Requests that hold blocks."""
@@ -96,24 +94,50 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """Plans a step and reserves its blocks; empty when there is nothing to run."""
-        budget = self._limits.max_step_tokens
         plan: dict[int, Scheduled] = {}
-        for decoding in (True, False):
-            for generation in list(self._running):
-                if generation not in self._running or (generation.num_pending == 1) is not decoding or budget == 0:
-                    continue
-                part = self._reserve(generation, budget, plan)
-                if part is not None:
-                    plan[generation.number] = part
-                    budget -= part.num_tokens + part.num_guesses
-        while self._waiting and budget > 0 and len(self._running) < self._limits.max_running and self._admit_next():
-            newest = self._running[-1]
-            part = self._reserve(newest, budget, plan)
-            if part is None:
-                break
-            plan[newest.number] = part
-            budget -= part.num_tokens + part.num_guesses
+        decoding = [generation for generation in self._running if generation.num_pending == 1]
+        for generation in decoding:
+            self._plan(generation, 1, plan)
+        wanted = {part.generation.number: self._wanted_guesses(part.generation) for part in plan.values()}
+        budget = self._limits.max_step_tokens - len(plan)
+        self._plan_prefill(max(budget - sum(wanted.values()), min(budget, self._limits.max_step_tokens // _PREFILL_SHARE)), plan)
+        budget = self._limits.max_step_tokens - sum(part.num_tokens for part in plan.values())
+        self._plan_guesses(_deal({number: wanted[number] for number in wanted if number in plan}, budget), plan)
         return list(plan.values())
+
+    def _plan_prefill(self, budget: int, plan: dict[int, Scheduled]) -> None:
+        for generation in [generation for generation in self._running if generation.number not in plan]:
+            if budget > 0 and generation in self._running:
+                budget -= self._plan(generation, min(generation.num_pending, budget), plan)
+        while budget > 0 and self._waiting and len(self._running) < self._limits.max_running and self._admit_next():
+            planned = self._plan(self._running[-1], min(self._running[-1].num_pending, budget), plan)
+            if not planned:
+                return
+            budget -= planned
+
+    def _plan(self, generation: Generation, num_tokens: int, plan: dict[int, Scheduled]) -> int:
+        """Plans committed tokens of a running request; returns how many, 0 if it had to give way."""
+        while generation in self._running:
+            try:  # the whole text at once, also while it prefills in chunks: see _admit_next
+                generation.sequence.reserve(len(generation.committed), self._allocator)
+            except OutOfBlocks:
+                self._preempt_youngest(plan)
+            else:
+                plan[generation.number] = Scheduled(generation, num_tokens, 0)
+                return num_tokens
+        return 0
+
+    def _plan_guesses(self, amounts: dict[int, int], plan: dict[int, Scheduled]) -> None:
+        for number, amount in amounts.items():
+            part = plan[number]
+            try:
+                part.generation.sequence.reserve(len(part.generation.committed) + amount, self._allocator)
+            except OutOfBlocks:
+                continue  # guesses are given up before anyone is preempted
+            plan[number] = Scheduled(part.generation, part.num_tokens, amount)
+
+    def _wanted_guesses(self, generation: Generation) -> int:
+        return min(len(generation.guesses), self.max_guesses(generation))
 
     def _admit_next(self) -> bool:
         # A request enters when its whole text fits beside the others: a chunk that fits would only be preempted later.
@@ -123,26 +147,19 @@ class Scheduler:
         self._running.append(self._waiting.popleft())
         return True
 
-    def _reserve(self, generation: Generation, budget: int, plan: dict[int, Scheduled]) -> Scheduled | None:
-        num_tokens = min(generation.num_pending, budget)
-        num_guesses = 0
-        if generation.num_pending == 1:
-            num_guesses = min(len(generation.guesses), self.max_guesses(generation), budget - 1)
-        while True:
-            try:  # the whole text at once, also while it prefills in chunks: see _admit_next
-                generation.sequence.reserve(len(generation.committed) + num_guesses, self._allocator)
-            except OutOfBlocks:
-                if num_guesses:
-                    num_guesses = 0  # guesses are given up before anyone is preempted
-                elif self._preempt_youngest(plan) is generation:
-                    return None
-            else:
-                return Scheduled(generation, num_tokens, num_guesses)
-
-    def _preempt_youngest(self, plan: dict[int, Scheduled]) -> Generation:
+    def _preempt_youngest(self, plan: dict[int, Scheduled]) -> None:
         youngest = self._running.pop()
         youngest.sequence.release(self._allocator)
         plan.pop(youngest.number, None)
         self._waiting.appendleft(youngest)
         self.num_preempted += 1
-        return youngest
+
+
+def _deal(wanted: dict[int, int], budget: int) -> dict[int, int]:
+    """Deals out `budget` one by one, in turn, to those that still want more."""
+    dealt = dict.fromkeys(wanted, 0)
+    while budget > 0 and (unserved := [number for number in wanted if dealt[number] < wanted[number]]):
+        for number in unserved[:budget]:
+            dealt[number] += 1
+        budget -= len(unserved[:budget])
+    return dealt

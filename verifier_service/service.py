@@ -6,17 +6,25 @@ import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import structlog
 
 from shared.engine.thread import EngineThread
 from shared.errors import EngineFailure, HandshakeRefused, InvalidRequest, Overloaded, Unavailable
-from shared.link import PROTOCOL_REVISION, Capacity, Decline, Hello, ProposalBatch, Resync, StepBatch
+from shared.link import PROTOCOL_REVISION, Hello, StepBatch
 from verifier_service.engine import Engine, StepOutput
+from verifier_service.inbox import Frame, Inbox
 from verifier_service.info import DrafterInfo, RefusedDrafter
 from verifier_service.request import Emission, Request
 from verifier_service.stats import LinkCounters, StepStats
 
 _MAX_REFUSED = 16
+# Far more than any drafter sends during a step; a drafter that sends more than the engine takes is not waited for.
+_MAX_WAITING_FRAMES = 1024
+_MAX_WAITING_IDS = 1 << 20
+
+_log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,7 @@ class _Link:
     hello: Hello
     on_batch: Callable[[StepBatch], None]
     on_close: Callable[[str], None]
+    inbox: Inbox = field(default_factory=lambda: Inbox(_MAX_WAITING_FRAMES, _MAX_WAITING_IDS))
 
 
 class Verifier:
@@ -115,7 +124,7 @@ class Verifier:
         number = next(self._next_number)
         stream = self._streams[number] = asyncio.Queue()
         self._request_ids.add(request.request_id)
-        self._thread.post(lambda: self._engine.submit(number, request))
+        self._thread.post(lambda: self._submit(number, request))
         try:
             yield _emissions(stream)
         finally:
@@ -148,23 +157,26 @@ class Verifier:
             raise HandshakeRefused(reason)
         for number, other in list(self._links.items()):
             if other.hello.instance_id == hello.instance_id:
-                self.detach(number)
-                other.on_close("a newer stream of the same instance has attached")
+                self._close(number, "a newer stream of the same instance has attached")
         link = next(self._next_link)
         self._links[link] = _Link(hello, on_batch, on_close)
-        self._thread.post(lambda: self._engine.speculation.attach(link, hello, self._clock()))
+        self._post_for(link, lambda: self._engine.speculation.attach(link, hello, self._clock()))
         return link
 
-    def receive(self, link: int, frame: ProposalBatch | Decline | Capacity | Resync) -> None:
-        """Hands a well-formed frame to the engine."""
-        arrived = self._clock()
-        speculation = self._engine.speculation
-        # Between two steps the end of the last one lies before every arrival: only what came while it ran is older than its end.
-        self._thread.post(lambda: speculation.receive(link, frame, arrived, overlapped=arrived < self._engine.last_step_ended))
+    def receive(self, link: int, frame: Frame) -> None:
+        """Hands a well-formed frame to the engine, which takes all that has come once per step. Too many of them end the link."""
+        known = self._links.get(link)
+        if known is None:
+            return
+        is_first = known.inbox.put(frame, self._clock())
+        if is_first is None:
+            self._close(link, "the draft service sends more than is taken")
+        elif is_first:
+            self._post_for(link, lambda: self._take(link, known.inbox))
 
     def reject(self, link: int, reason: str) -> None:
         """Counts a malformed proposal."""
-        self._thread.post(lambda: self._engine.speculation.reject(link, reason))
+        self._post_for(link, lambda: self._engine.speculation.reject(link, reason))
 
     def observe_round_trip(self, link: int, seconds: float) -> None:
         """Takes note of a heartbeat's round trip."""
@@ -174,7 +186,7 @@ class Verifier:
     def detach(self, link: int) -> None:
         """The link is gone. Its sequences are handed to others; no request notices. Detaching twice does nothing."""
         if self._links.pop(link, None) is not None:
-            self._thread.post(lambda: self._engine.speculation.detach(link, self._clock()))
+            self._post_for(link, lambda: self._engine.speculation.detach(link, self._clock()))
 
     def drafters(self) -> tuple[DrafterInfo, ...]:
         """The attached draft services. Read beside the running engine: each number is right, together they may be a step apart."""
@@ -198,6 +210,41 @@ class Verifier:
         if hello.tokenizer_fingerprint not in ("", self._fingerprint):
             return "its tokenizer is not the target's: the fingerprints differ"
         return None
+
+    def _close(self, link: int, reason: str) -> None:
+        known = self._links.get(link)
+        if known is not None:
+            self.detach(link)
+            known.on_close(reason)
+
+    def _submit(self, number: int, request: Request) -> None:
+        try:
+            self._engine.submit(number, request)
+        except Exception:  # the command's boundary: a request that cannot be taken in fails alone
+            _log.exception("request failed before its first step", request_id=request.request_id)
+            self._post_to_loop(self._fail, number, request.request_id)
+
+    def _take(self, link: int, inbox: Inbox) -> None:
+        for frame, arrived in inbox.take():
+            # Between two steps the end of the last one lies before every arrival: only what came while it ran is older than its end.
+            self._engine.speculation.receive(link, frame, arrived, overlapped=arrived < self._engine.last_step_ended)
+
+    def _post_for(self, link: int, command: Callable[[], None]) -> None:
+        """Posts what a link has led to."""
+
+        def run() -> None:
+            try:
+                command()
+            except Exception:  # the command's boundary: a fault in dealing with a link ends that link
+                _log.exception("link failed", link=link)
+                self._post_to_loop(self._close, link, "the verifier could not deal with what this link has sent")
+
+        self._thread.post(run)
+
+    def _fail(self, number: int, request_id: str) -> None:
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.put_nowait(Emission(request_id, error=EngineFailure("the request could not be taken in")))
 
     def _post_to_loop(self, callback: Callable[..., None], *args: object) -> None:
         if not self._loop.is_closed():

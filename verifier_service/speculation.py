@@ -162,10 +162,9 @@ class Speculation:
         drafter = self._drafters.get(generation.drafter)
         self._resynced_at.pop(generation.number, None)
         if drafter is not None:
-            known = not any(begin.sequence == generation.number for begin in drafter.begins)
             self._unassign(generation, drafter)
-            if known:
-                drafter.ends.append(End(generation.number, reason))
+            # Also if it has not been told of a begin yet: it may know the sequence from an earlier one.
+            drafter.ends.append(End(generation.number, reason))
 
     def flush(self, now: float) -> None:
         """Tells each drafter what has changed for it since the last time."""
@@ -198,10 +197,10 @@ class Speculation:
         return min(since + step_s, max(wait.until for wait in unserved))
 
     def step_starts(self) -> None:
-        """A step starts: drafters that it was waiting for and that have not answered have let it wait in vain."""
+        """A step starts: drafters that it is still waiting for have let it wait in vain, whatever else they have sent."""
         for link in self._awaited:
             drafter = self._drafters.get(link)
-            if drafter is not None and drafter.owes_answer:
+            if drafter is not None:
                 drafter.vain_waits += 1
         self._awaited = set()
 
@@ -224,7 +223,7 @@ class Speculation:
                 return served
         else:
             worth = num_worth_in_lock_step(rate, turnaround_s, gap_s, step_s, limit)
-        if pending >= worth or drafter.idle or (drafter.vain_waits and drafter.owes_answer):
+        if pending >= worth or drafter.idle or drafter.vain_waits:
             return served
         overdue = generation.expected_at + (worth - pending - 1) * gap_s + _SLACK * (turnaround_s if not pending else gap_s)
         return _Wait(drafter.link, overdue, turnaround_s)
@@ -251,6 +250,7 @@ class Speculation:
     def _measure(generation: Generation, drafter: Drafter, num_joined: int, now: float) -> None:
         # What arrived during a step is looked at after its commit: the times decide what came before what.
         timing = drafter.timing
+        drafter.vain_waits = 0
         if generation.missed_at is not None and now >= generation.missed_at:
             timing.observe_turnaround(now - generation.missed_at)
             generation.missed_at = None

@@ -82,11 +82,15 @@ class EngineThread(Generic[T]):
         return self._clock() - self._beat
 
     def _take(self) -> list[Callable[[], None]]:
+        until = 0.0
+        if not self._commands and not self._stopping:
+            now = self._clock()
+            # Asked for without the lock: whoever posts, the event loop above all, is not to wait for the answer.
+            until = self._engine.wait_until(now) if self._engine.has_work else now + _IDLE_BEAT_S
         with self._wake:
-            if not self._commands and not self._stopping:
-                timeout = self._engine.wait_until(self._clock()) - self._clock() if self._engine.has_work else _IDLE_BEAT_S
-                if timeout > 0:
-                    self._wake.wait(min(timeout, _IDLE_BEAT_S))
+            # Looked at again under the lock, so that a command posted meanwhile is not slept over.
+            if not self._commands and not self._stopping and (timeout := until - self._clock()) > 0:
+                self._wake.wait(min(timeout, _IDLE_BEAT_S))
             commands = list(self._commands)
             self._commands.clear()
             return commands

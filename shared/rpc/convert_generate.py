@@ -135,14 +135,12 @@ def parse_sampling(sampling: pb.Sampling, vocab_size: int, max_logit_bias: int) 
         _check(-100 <= bias <= 100, "sampling.logit_bias", f"the bias of token {token_id} must be in [-100, 100]; it is {bias:g}")
     top_p = _in_range(sampling, "top_p", 1.0, 0, 1)
     _check(top_p > 0, "sampling.top_p", "must be in (0, 1]; it is 0")
-    repetition_penalty = _in_range(sampling, "repetition_penalty", 1.0, 0, 10)
-    _check(repetition_penalty > 0, "sampling.repetition_penalty", "must be in (0, 10]; it is 0")
     return SamplingParams(
         temperature=_in_range(sampling, "temperature", 1.0, 0, 100),
         top_k=sampling.top_k,
         top_p=top_p,
         min_p=_in_range(sampling, "min_p", 0.0, 0, 1),
-        repetition_penalty=repetition_penalty,
+        repetition_penalty=_in_range(sampling, "repetition_penalty", 1.0, 0.01, 10),
         presence_penalty=_in_range(sampling, "presence_penalty", 0.0, -2, 2),
         frequency_penalty=_in_range(sampling, "frequency_penalty", 0.0, -2, 2),
         logit_bias=tuple(sorted(sampling.logit_bias.items())),

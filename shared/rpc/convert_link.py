@@ -11,6 +11,7 @@ from outrider.v1 import link_pb2 as pb
 
 from shared.errors import ProtocolViolation
 from shared.link import (
+    MAX_BATCH_PROPOSALS,
     MAX_DISTRIBUTION_PAIRS,
     MAX_PROPOSAL_TOKENS,
     Capacity,
@@ -113,6 +114,8 @@ def _proposals_to_proto(batch: ProposalBatch) -> pb.ProposalBatch:
 
 
 def _parse_proposals(message: pb.ProposalBatch) -> ProposalBatch:
+    if len(message.proposals) > MAX_BATCH_PROPOSALS:
+        raise MalformedFrame("too_long", f"a batch must have at most {MAX_BATCH_PROPOSALS} proposals; it has {len(message.proposals)}")
     proposals = tuple(map(_parse_proposal, message.proposals))
     if len({proposal.sequence for proposal in proposals}) != len(proposals):
         raise MalformedFrame("bad_frame", "a batch must have at most one proposal for a sequence")

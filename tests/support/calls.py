@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from client import Client, Completion, Part
 from shared.tokenizer import load_tokenizer
 from tests.support.model_dir import ModelDirs
@@ -95,7 +97,12 @@ class Referee:
 
     def tokens(self, request: Request) -> list[int]:
         """What comes after the prompt and the resumed tokens."""
-        return self._oracle.tokens(request)
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the services need the cores, and threads gain nothing on a tiny model
+        try:
+            return self._oracle.tokens(request)
+        finally:
+            torch.set_num_threads(num_threads)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)

@@ -268,7 +268,7 @@ class Sampling(_message.Message):
     min_p: _builtins.float
     """Keep tokens with at least this fraction of the best token's probability, in [0, 1]. Unset: 0."""
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens in prompt or output; > 0, at most 10. Unset: 1."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output, in [0.01, 10]. Unset: 1."""
     presence_penalty: _builtins.float
     """Subtracted once from the logit of each token in the output, in [-2, 2]. Unset: 0."""
     frequency_penalty: _builtins.float

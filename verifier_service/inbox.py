@@ -1,0 +1,50 @@
+"""What one draft service has sent and the engine has not looked at yet: the loop puts, the engine thread takes. It knows no meaning of a frame."""
+
+import threading
+
+from shared.link import Capacity, Decline, ProposalBatch, Resync
+
+Frame = ProposalBatch | Decline | Capacity | Resync
+
+
+class Inbox:
+    """Frames in the order they came, each with the time when it did. Safe from any thread.
+
+    Args:
+        max_frames: most frames that may wait.
+        max_ids: most token ids in all that may wait, those of distributions included; a frame with more is taken if it is alone.
+    """
+
+    def __init__(self, max_frames: int, max_ids: int) -> None:
+        self._max_frames = max_frames
+        self._max_ids = max_ids
+        self._lock = threading.Lock()
+        self._frames: list[tuple[Frame, float]] = []
+        self._num_ids = 0
+
+    def put(self, frame: Frame, arrived: float) -> bool | None:
+        """Adds a frame.
+
+        Returns:
+            Whether it is the first one, so that somebody has to be told to take; None if there is no room: it was not added.
+        """
+        num_ids = _count_ids(frame)
+        with self._lock:
+            if self._frames and (len(self._frames) >= self._max_frames or self._num_ids + num_ids > self._max_ids):
+                return None
+            self._frames.append((frame, arrived))
+            self._num_ids += num_ids
+            return len(self._frames) == 1
+
+    def take(self) -> list[tuple[Frame, float]]:
+        """All that waits; nothing waits then."""
+        with self._lock:
+            frames, self._frames = self._frames, []
+            self._num_ids = 0
+        return frames
+
+
+def _count_ids(frame: Frame) -> int:
+    if not isinstance(frame, ProposalBatch):
+        return 0
+    return sum(len(proposal.token_ids) + sum(len(each.token_ids) for each in proposal.distributions) for proposal in frame.proposals)
