@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from outrider.v1 import link_pb2 as pb
 
 from shared.link import (
+    MAX_BATCH_PROPOSALS,
     Begin,
     Capacity,
     Commit,
@@ -148,6 +149,17 @@ def test_a_malformed_frame_is_refused_with_its_kind(message: pb.SpeculateRequest
     with pytest.raises(MalformedFrame) as refusal:
         from_speculate_request(message)
     assert refusal.value.tag == tag
+
+
+def test_a_batch_of_too_many_proposals_is_refused_before_any_of_them_is_looked_at() -> None:
+    most = [pb.Proposal(sequence=number, token_ids=[1]) for number in range(MAX_BATCH_PROPOSALS)]
+    taken = from_speculate_request(pb.SpeculateRequest(proposals=pb.ProposalBatch(proposals=most)))
+    assert isinstance(taken, ProposalBatch)
+    assert len(taken.proposals) == MAX_BATCH_PROPOSALS
+    # Each of these alone would be a frame of another kind of fault.
+    with pytest.raises(MalformedFrame) as refused:
+        from_speculate_request(pb.SpeculateRequest(proposals=pb.ProposalBatch(proposals=[pb.Proposal()] * (MAX_BATCH_PROPOSALS + 1))))
+    assert refused.value.tag == "too_long"
 
 
 def test_a_token_outside_any_vocabulary_is_not_malformed() -> None:

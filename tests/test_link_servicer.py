@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,15 +11,30 @@ from outrider.v1 import link_pb2 as pb
 from outrider.v1 import link_pb2_grpc
 
 from shared.errors import OutriderError
-from shared.link import Begin, Capacity, Commit, Decline, FromDrafter, Goodbye, Heartbeat, Hello, Proposal, ProposalBatch, Resync, StepBatch
+from shared.link import (
+    MAX_BATCH_PROPOSALS,
+    Begin,
+    Capacity,
+    Commit,
+    Decline,
+    FromDrafter,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Proposal,
+    ProposalBatch,
+    Resync,
+    StepBatch,
+)
 from shared.rpc.channel import open_channel
-from shared.rpc.convert_link import to_speculate_request
-from shared.rpc.convert_step import PieceJoiner
+from shared.rpc.convert_link import from_speculate_request, to_speculate_request
+from shared.rpc.convert_step import PieceJoiner, to_speculate_responses
 from shared.rpc.guards import bearer_guard
 from shared.rpc.options import LINK_MAX_MESSAGE_BYTES
 from shared.rpc.status import from_rpc_error
 from shared.sampling import Mode, SamplingParams
 from tests.support.rpc import WELCOME, RecordingLinks, serving
+from verifier_service import link_servicer
 from verifier_service.link_servicer import LinkServicer
 
 HELLO = Hello(1, "instance-1", "edge", "ab", (Mode.COUPLED,), 4)
@@ -203,6 +219,48 @@ async def test_a_malformed_frame_is_counted_and_dropped_and_the_link_goes_on(bad
         await peer.send(bad, PROPOSALS)
         assert await verifier.links.frames.get() == PROPOSALS
         assert verifier.links.rejected == [tag]
+
+
+async def test_a_large_frame_is_parsed_beside_the_event_loop_and_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def parse(message: pb.SpeculateRequest) -> FromDrafter:
+        threads.append(threading.current_thread().name)
+        return from_speculate_request(message)
+
+    monkeypatch.setattr(link_servicer, "from_speculate_request", parse)
+    large = ProposalBatch(4, 0.5, tuple(Proposal(number, 10, 99, tuple(range(16))) for number in range(MAX_BATCH_PROPOSALS)), idle=True)
+    async with _verifier() as verifier:
+        peer = await verifier.attach()
+        await peer.send(PROPOSALS, large, PROPOSALS)
+        assert [await verifier.links.frames.get() for _ in range(3)] == [PROPOSALS, large, PROPOSALS]
+    here = threading.current_thread().name
+    assert [name == here for name in threads] == [True, True, False, True]  # the first is the hello
+
+
+async def test_a_large_frame_that_is_malformed_is_counted_like_any_other() -> None:
+    async with _verifier() as verifier:
+        peer = await verifier.attach()
+        await peer.send(pb.SpeculateRequest(proposals=pb.ProposalBatch(proposals=[pb.Proposal(digest=2**64 - 1)] * 100_000)), PROPOSALS)
+        assert await verifier.links.frames.get() == PROPOSALS
+        assert verifier.links.rejected == ["too_long"]
+
+
+async def test_bytes_are_told_by_direction_and_kind() -> None:
+    told: dict[tuple[str, str], int] = {}
+
+    def count(direction: str, kind: str, size: int) -> None:
+        told[direction, kind] = told.get((direction, kind), 0) + size
+
+    async with _verifier(on_bytes=count) as verifier:
+        peer = await verifier.attach()
+        verifier.links.tell[await verifier.links.attached.get()](_commit(1, 0))
+        await peer.hear(StepBatch)
+        await peer.send(PROPOSALS)
+        await verifier.links.frames.get()
+    assert told["received", "proposals"] == to_speculate_request(PROPOSALS).ByteSize()
+    assert told["sent", "step"] == sum(message.ByteSize() for message in to_speculate_responses(_commit(1, 0)))
+    assert told["sent", "welcome"] > 0
 
 
 async def test_too_many_malformed_frames_within_a_minute_end_the_link() -> None:

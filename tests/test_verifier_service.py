@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,11 +13,12 @@ import pytest
 from shared.engine.block_allocator import BlockAllocator
 from shared.engine.model_runner import ModelRunner
 from shared.errors import EngineFailure, HandshakeRefused, InvalidRequest, Overloaded, Unavailable
-from shared.link import PROTOCOL_REVISION, Hello, StepBatch
+from shared.link import PROTOCOL_REVISION, Capacity, Distribution, Hello, Proposal, ProposalBatch, Resync, StepBatch
 from shared.sampling import Mode, SamplingParams
 from tests.support.oracle import PlainDecoder
 from tests.support.tiny_models import tiny_llama
 from verifier_service.engine import Engine, EngineLimits
+from verifier_service.inbox import Inbox
 from verifier_service.request import FinishReason, Request, Stopping
 from verifier_service.scheduler import SchedulerLimits
 from verifier_service.service import Verifier
@@ -50,14 +52,13 @@ class Running:
 
 
 @asynccontextmanager
-async def running(max_queue: int = 4, max_running: int = 4) -> AsyncIterator[Running]:
+async def running(max_queue: int = 4, max_running: int = 4, entropy: Callable[[], int] = lambda: 7) -> AsyncIterator[Running]:
     allocator, runner = BlockAllocator(NUM_BLOCKS, 4), ModelRunner(TARGET, NUM_BLOCKS, 4)
     limits = EngineLimits(SchedulerLimits(max_running, 64, 4), NUM_BLOCKS * 4, 8)
     stats: list[StepStats] = []
     crashed = asyncio.Event()
     verifier = Verifier("finger", max_queue, max_running, time.monotonic, stats.append, lambda _: None, crashed.set)
-    numbers = itertools.count()
-    verifier.start(lambda tell: Engine(runner, allocator, TARGET.vocab_size, limits, "expanded", tell, time.monotonic, lambda: next(numbers)))
+    verifier.start(lambda tell: Engine(runner, allocator, TARGET.vocab_size, limits, "expanded", tell, time.monotonic, entropy))
     try:
         yield Running(verifier, allocator, runner, stats, crashed)
     finally:
@@ -144,6 +145,100 @@ async def test_an_attached_drafter_is_told_of_requests():
         assert [begin.token_ids[:3] for batch in batches for begin in batch.begins] == [(1, 2, 3)]
         committed = [token for batch in batches for commit in batch.commits for token in commit.token_ids]
         assert committed == ORACLE.tokens(ask("r"))[: len(committed)]
+
+
+@asynccontextmanager
+async def computing(service: Running, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """For as long as the context lives the engine is in the middle of a step."""
+    entered, release = threading.Event(), threading.Event()
+    forward = service.runner.forward
+
+    def wait_first(spans):
+        entered.set()
+        release.wait(60)
+        return forward(spans)
+
+    monkeypatch.setattr(service.runner, "forward", wait_first)
+    try:
+        async with service.verifier.open(ask("busy", 1)):
+            await asyncio.to_thread(entered.wait)
+            yield
+    finally:
+        monkeypatch.setattr(service.runner, "forward", forward)
+        release.set()
+
+
+def piece(sequence: int = 99, num_tokens: int = 1) -> ProposalBatch:
+    return ProposalBatch(0, 0.0, (Proposal(sequence, 3, 5, (1,) * num_tokens),), False)
+
+
+async def test_what_comes_during_a_step_waits_as_one_piece_of_work_and_is_all_taken(monkeypatch):
+    async with running() as service:
+        link = service.verifier.attach(hello(), lambda batch: None, lambda reason: None)
+        async with computing(service, monkeypatch):
+            for _ in range(1000):
+                service.verifier.receive(link, piece())
+        counters = service.verifier.link_counters
+        await service.until(lambda: counters()[link].received == 1000)
+        assert counters()[link].stale["unknown_sequence"] == 1000
+
+
+@pytest.mark.parametrize(("frame", "num_taken"), [(Capacity(3), 1024), (piece(num_tokens=64), 1024), (Resync(1), 1024)])
+async def test_a_drafter_that_sends_more_than_is_taken_is_left_and_the_request_goes_on(monkeypatch, frame, num_taken):
+    async with running() as service:
+        closed: list[str] = []
+        link = service.verifier.attach(hello(), lambda batch: None, closed.append)
+        await service.until(lambda: len(service.verifier.drafters()) == 1)
+        async with computing(service, monkeypatch):
+            for _ in range(num_taken):
+                service.verifier.receive(link, frame)
+            assert closed == []
+            for _ in range(100_000):
+                service.verifier.receive(link, frame)
+            assert closed == ["the draft service sends more than is taken"]
+        await service.until(lambda: service.verifier.drafters() == ())
+        assert await collect(service.verifier, ask("r")) == ORACLE.tokens(ask("r"))
+
+
+async def test_a_request_that_cannot_be_taken_in_ends_with_an_error_and_the_engine_goes_on():
+    def fail_first() -> int:
+        if next(numbers) == 0:
+            raise RuntimeError("no entropy")
+        return 1
+
+    numbers = itertools.count()
+    async with running(entropy=fail_first) as service:
+        async with service.verifier.open(ask("r")) as emissions:
+            failed = [emission async for emission in emissions]
+        assert [type(emission.error) for emission in failed] == [EngineFailure]
+        assert failed[0].request_id == "r"
+        assert await collect(service.verifier, ask("s")) == ORACLE.tokens(ask("s"))
+        assert not service.crashed.is_set()
+
+
+async def test_a_frame_that_the_engine_cannot_deal_with_ends_its_link_alone():
+    async with running() as service:
+        closed: list[str] = []
+        bad = service.verifier.attach(hello("bad"), lambda batch: None, closed.append)
+        service.verifier.attach(hello("good"), lambda batch: None, lambda reason: closed.append("wrong one"))
+        service.verifier.receive(bad, ProposalBatch(1, 0.0, (None,), False))  # type: ignore[arg-type]
+        await service.until(lambda: len(service.verifier.drafters()) == 1)
+        await service.until(lambda: closed != [])
+        assert closed == ["the verifier could not deal with what this link has sent"]
+        assert [info.name for info in service.verifier.drafters()] == ["good"]
+        assert await collect(service.verifier, ask("r")) == ORACLE.tokens(ask("r"))
+
+
+def test_an_inbox_is_bounded_by_frames_and_by_ids_but_takes_any_single_frame():
+    inbox = Inbox(max_frames=3, max_ids=100)
+    assert [inbox.put(Capacity(1), at) for at in (1.0, 2.0, 3.0, 4.0)] == [True, False, False, None]
+    assert [arrived for _, arrived in inbox.take()] == [1.0, 2.0, 3.0]
+    assert inbox.take() == []
+    drawn = ProposalBatch(0, 0.0, (Proposal(1, 3, 5, (1,), (Distribution(tuple(range(60)), (1 / 60,) * 60),)),), False)
+    assert [inbox.put(drawn, 5.0), inbox.put(drawn, 6.0), inbox.put(piece(num_tokens=39), 7.0)] == [True, None, False]
+    inbox.take()
+    assert inbox.put(piece(num_tokens=101), 8.0) is True
+    assert inbox.put(Capacity(1), 9.0) is None
 
 
 async def test_a_step_that_fails_fails_who_was_in_it_and_the_engine_goes_on(monkeypatch):

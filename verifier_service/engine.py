@@ -80,7 +80,7 @@ class Engine:
         self._scoring = Scoring(runner, vocab_size, scorer)
         self.speculation = Speculation(self._live, tell, limits.window, limits.scheduler.max_draft_tokens)
         self._last_step_ended = clock()
-        self._plain_step_s: float | None = None
+        self._decode_step_s: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -124,7 +124,7 @@ class Engine:
             return now
         decoding = [generation for generation in self._scheduler.running if generation.num_pending == 1]
         num_others = self._scheduler.num_running - len(decoding) + self._scheduler.num_waiting
-        return self.speculation.wait_until(decoding, num_others, self._plain_step_s, self._last_step_ended)
+        return self.speculation.wait_until(decoding, num_others, self._decode_step_s, self._last_step_ended, now)
 
     def step(self, now: float) -> StepOutput:
         """Runs one step: every scheduled request gets a chunk of its prompt done, or one to K+1 tokens."""
@@ -141,7 +141,7 @@ class Engine:
         self.speculation.flush(ended)
         num_prefill = sum(part.num_tokens for part in plan if part.num_tokens > 1 or not part.is_terminal)
         if plan and not num_prefill:
-            self._observe_plain_step(ended - now)
+            self._observe_decode_step(ended - now)
         stats = StepStats(
             seconds=ended - now,
             waited_seconds=max(0.0, now - self._last_step_ended) if plan and not queue_s else 0.0,
@@ -216,6 +216,6 @@ class Engine:
         self.speculation.ended(generation, reason)
         del self._live[generation.number]
 
-    def _observe_plain_step(self, seconds: float) -> None:
-        mean = self._plain_step_s
-        self._plain_step_s = seconds if mean is None else mean + _DECAY * (seconds - mean)
+    def _observe_decode_step(self, seconds: float) -> None:
+        mean = self._decode_step_s
+        self._decode_step_s = seconds if mean is None else mean + _DECAY * (seconds - mean)

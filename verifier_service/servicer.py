@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from outrider.v1 import generate_pb2, info_pb2, verifier_pb2, verifier_pb2_grpc
@@ -26,7 +26,9 @@ from verifier_service.text import TextStream
 
 # The file that declares the service has to be loaded for reflection to know it.
 SERVICE_NAME = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
-_INLINE_CHARS = 2000  # longer prompts are tokenised on a thread: the event loop serves the others meanwhile
+_INLINE_SIZE = 2000  # more characters, or tokens, are converted on a thread: the event loop serves the others meanwhile
+
+_Converted = TypeVar("_Converted")
 
 _REASON_TO_PROTO = {
     FinishReason.LENGTH: generate_pb2.FINISH_REASON_LENGTH,
@@ -93,7 +95,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             prompt_ids = await self._tokenise(asked)
             admitted = build_request(asked, prompt_ids, self._limits, self._eos_ids, call.request_id, self._draw_seed())
             ledger.usage.prompt_tokens, ledger.usage.generated_tokens = len(prompt_ids), len(admitted.resume_ids)
-            completion = GrowingCompletion(self._text_after(admitted, asked.stop_strings), ledger)
+            text = await self._text_after(admitted, asked.stop_strings)
+            completion = GrowingCompletion(text, ledger)
             async with self._completions.open(admitted) as emissions:
                 yield _started(admitted)
                 async for emission in emissions:
@@ -134,13 +137,14 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         return await self._off_the_loop(self._tokenizer.render_chat, conversation, sum(len(message.content) for message in messages))
 
-    async def _off_the_loop(self, encode: Callable[[Any], list[int]], prompt: object, num_chars: int) -> list[int]:
-        return encode(prompt) if num_chars <= _INLINE_CHARS else await asyncio.to_thread(encode, prompt)
+    async def _off_the_loop(self, convert: Callable[[Any], _Converted], value: object, size: int) -> _Converted:
+        return convert(value) if size <= _INLINE_SIZE else await asyncio.to_thread(convert, value)
 
-    def _text_after(self, request: Request, stop_strings: Sequence[str]) -> TextStream:
+    async def _text_after(self, request: Request, stop_strings: Sequence[str]) -> TextStream:
         """A stream of text at the end of the prompt and of the resumed tokens, whose text was sent by the broken call."""
         text = TextStream(self._tokenizer, stop_strings, request.prompt_ids)
-        if text.push(request.resume_ids).matched_stop is not None:
+        delta = await self._off_the_loop(text.push, request.resume_ids, len(request.resume_ids))
+        if delta.matched_stop is not None:
             raise InvalidRequest("resume_token_ids", "have a stop string: there is nothing to resume")
         return text
 

@@ -174,7 +174,7 @@ class Speculation:
             if batch is not None:
                 self._tell(drafter.link, batch)
 
-    def wait_until(self, decoding: list[Generation], num_others: int, step_s: float | None, since: float) -> float:
+    def wait_until(self, decoding: list[Generation], num_others: int, step_s: float | None, since: float, now: float) -> float:
         """Time until which the next step had better wait for guesses.
 
         Args:
@@ -182,8 +182,9 @@ class Speculation:
             num_others: requests that prefill or wait; they are never made to wait longer.
             step_s: time of a plain step, seconds; None if not measured yet.
             since: when the last step ended.
+            now: a wait that would have been over by now is none.
         """
-        self._awaited = set()
+        awaited, self._awaited = self._awaited, set()
         if step_s is None or num_others or not decoding:
             return since
         waits = [self._wait_of(generation, step_s, since, alone=len(decoding) == 1) for generation in decoding]
@@ -193,8 +194,9 @@ class Speculation:
         slowest_s = max((wait.turnaround_s for wait in unserved), default=0.0)
         if len(waits) - len(unserved) >= num_sequences_to_serve(len(waits), slowest_s, step_s, self._runs_ahead):
             return since
-        self._awaited = {wait.link for wait in unserved}
-        return min(since + step_s, max(wait.until for wait in unserved))
+        until = min(since + step_s, max(wait.until for wait in unserved))
+        self._awaited = {wait.link for wait in unserved} if until > now else awaited
+        return until
 
     def step_starts(self) -> None:
         """A step starts: drafters that it is still waiting for have let it wait in vain, whatever else they have sent."""

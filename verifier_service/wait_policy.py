@@ -8,8 +8,8 @@ The rule, first and simple (a controller that weighs the whole batch replaces it
 - With a wider window the drafter goes on meanwhile, and a guess in hand now only saves the bubble after the next miss. A lone sequence
   without guesses waits only if that beats going on plainly for every number of plain steps (the wait rule of the design's simulation: no slower than
   plain decoding at any distance). Several sequences wait only for drafters that answer within a third of a step, until half are served.
-- A wait ends when the next guess is overdue, and never lasts longer than one plain step. One that was in vain is not repeated until
-  that drafter has sent something.
+- A wait ends when the next guess is overdue, and never lasts longer than one mean decode step. One that was in vain is not repeated
+  until that drafter has sent a guess that fits.
 """
 
 _MAX_GATHERED = 16
