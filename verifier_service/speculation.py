@@ -19,11 +19,12 @@ _RESYNC_INTERVAL_S = 1.0  # a drafter that keeps losing track of a sequence is t
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """Until when a sequence would wait for the drafter on a link, and how fast that answers."""
+    """Until when a sequence would wait for the drafter on a link, how fast that answers, and whether the sequence has no guess yet."""
 
     link: int
     until: float
     turnaround_s: float
+    has_none: bool
 
 
 class Speculation:
@@ -195,7 +196,7 @@ class Speculation:
         if len(waits) - len(unserved) >= num_sequences_to_serve(len(waits), slowest_s, step_s, self._runs_ahead):
             return since
         until = min(since + step_s, max(wait.until for wait in unserved))
-        self._awaited = {wait.link for wait in unserved} if until > now else awaited
+        self._awaited = {wait.link for wait in unserved if wait.has_none} if until > now else awaited
         return until
 
     def step_starts(self) -> None:
@@ -217,7 +218,7 @@ class Speculation:
         if drafter is None or limit == 0 or drafter.timing.turnaround_s is None or drafter.suspended_until is not None:
             return None
         turnaround_s, gap_s = drafter.timing.turnaround_s, drafter.timing.next_gap_s
-        served = _Wait(drafter.link, since, turnaround_s)
+        served = _Wait(drafter.link, since, turnaround_s, has_none=False)
         rate, pending = generation.acceptance.rate, len(generation.guesses)
         if self._runs_ahead:
             worth = num_worth_ahead(rate, gap_s, step_s, limit)
@@ -228,7 +229,7 @@ class Speculation:
         if pending >= worth or drafter.idle or drafter.vain_waits:
             return served
         overdue = generation.expected_at + (worth - pending - 1) * gap_s + _SLACK * (turnaround_s if not pending else gap_s)
-        return _Wait(drafter.link, overdue, turnaround_s)
+        return _Wait(drafter.link, overdue, turnaround_s, has_none=pending == 0)
 
     def _join(self, drafter: Drafter, proposal: Proposal, step: int, now: float, overlapped: bool) -> None:
         counters, size = drafter.counters, len(proposal.token_ids)
