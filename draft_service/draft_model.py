@@ -20,7 +20,7 @@ from shared.engine.model_runner import ModelRunner
 from shared.engine.sequence import Sequence as CachedSequence
 from shared.errors import OutOfBlocks
 from shared.noise import key_tensor, uniforms
-from shared.picking import finite_rows, pick_tokens, process
+from shared.picking import finite_rows, pick_best, process
 from shared.sampling import Mode, Pick
 
 
@@ -42,13 +42,14 @@ class DraftModel:
     """
 
     modes = (Mode.COUPLED, Mode.REJECTION)
-    needs_tokenizer = True
 
     def __init__(self, runner: ModelRunner, allocator: BlockAllocator, max_step_tokens: int = 512) -> None:
         self.stats = ProposerStats(free_blocks=allocator.num_free)
         self._model = runner.model
         self._runner = runner
         self._allocator = allocator
+        # What the pool cannot hold even alone is as hopeless as what the model was not made for.
+        self._max_model_len = min(runner.model.max_model_len, allocator.num_blocks * allocator.block_size)
         self._max_step_tokens = max_step_tokens
         self._caches: dict[int, _Cache] = {}  # oldest first
 
@@ -74,8 +75,8 @@ class DraftModel:
         """Feeds each sequence what its KV lacks, in one forward, and guesses one token for those that have caught up.
 
         Raises:
-            CannotServe: no blocks are left (the youngest sequence has to go), a text is longer than the model takes, or it has a token
-                that the model does not know.
+            CannotServe: no blocks are left (the youngest sequence has to go), a text is longer than the model or its pool can ever take, or
+                it has a token that the model does not know.
         """
         able = [index for index, (sequence, _) in enumerate(requests) if self._align(sequence)]
         answers: list[list[Guess] | None] = [[] for _ in requests]
@@ -103,9 +104,9 @@ class DraftModel:
     def _align(self, sequence: DraftSequence) -> bool:
         """Rewinds the KV to the first token that is not the text's; False if the text leaves the model no position for a guess."""
         cache = self._caches[sequence.number]
-        if len(sequence.committed) >= self._model.max_model_len:
-            raise CannotServe(sequence.number, f"longer than the draft model's {self._model.max_model_len} tokens")
-        if sequence.length >= self._model.max_model_len:
+        if len(sequence.committed) >= self._max_model_len:
+            raise CannotServe(sequence.number, f"longer than the {self._max_model_len} tokens that the draft model and its KV can take")
+        if sequence.length >= self._max_model_len:
             return False
         known = cache.kv.token_ids[cache.settled :]
         text = sequence.committed[cache.settled :] + sequence.tail
@@ -152,7 +153,7 @@ def _span(kv: CachedSequence, size: int) -> Span:
 
 
 def _guess(logits: Tensor, sequences: Sequence[DraftSequence]) -> list[Guess | None]:
-    """One guess per row, None where the logits are not finite.
+    """One guess per row, None where what the request's rules make of the logits is not finite.
 
     Args:
         logits: [num_sequences, draft vocabulary], which may be narrower or wider than the target's.
@@ -160,11 +161,12 @@ def _guess(logits: Tensor, sequences: Sequence[DraftSequence]) -> list[Guess | N
     """
     picks = [Pick(sequence.rules, sequence.key, sequence.committed, sequence.tail) for sequence in sequences]
     is_drawn = [_is_drawn(sequence) for sequence in sequences]
-    usable = [row for row, is_finite in enumerate(finite_rows(logits).tolist()) if is_finite]
+    scores = process(logits, picks)
+    usable = [row for row, is_finite in enumerate(finite_rows(scores).tolist()) if is_finite]
     guesses: list[Guess | None] = [None] * len(sequences)
     for choose, rows in ((_pick, [row for row in usable if not is_drawn[row]]), (_draw, [row for row in usable if is_drawn[row]])):
         if rows:
-            chosen = logits if len(rows) == len(sequences) else logits[rows]  # [num_rows, draft vocabulary]
+            chosen = scores if len(rows) == len(sequences) else scores[rows]  # [num_rows, draft vocabulary]
             for row, guess in zip(rows, choose(chosen, [picks[row] for row in rows]), strict=True):
                 guesses[row] = guess
     return guesses
@@ -175,13 +177,13 @@ def _is_drawn(sequence: DraftSequence) -> bool:
     return sequence.mode is Mode.REJECTION and not sequence.rules.sampling.is_greedy
 
 
-def _pick(logits: Tensor, picks: Sequence[Pick]) -> list[Guess]:
-    return [Guess(token_id) for token_id in pick_tokens(logits, picks).tolist()]
+def _pick(scores: Tensor, picks: Sequence[Pick]) -> list[Guess]:
+    return [Guess(token_id) for token_id in pick_best(scores, picks).tolist()]
 
 
-def _draw(logits: Tensor, picks: Sequence[Pick]) -> list[Guess]:
+def _draw(scores: Tensor, picks: Sequence[Pick]) -> list[Guess]:
     # Rounded to its wire form first, then drawn from: the ratio test needs the distribution that was really sampled.
-    distributions = to_wire(process(logits, picks))
+    distributions = to_wire(scores)
     _, weights = pad(distributions)
     positions = torch.tensor([pick.position for pick in picks])
     places = invert(weights, uniforms(key_tensor(pick.key for pick in picks), positions)).tolist()

@@ -6,15 +6,19 @@ how frames travel.
 
 from collections.abc import Callable, Sequence
 
+import structlog
+
 from draft_service.proposer import CannotServe, Guess, Proposer
 from draft_service.stats import DrafterStats
 from draft_service.tail import DraftSequence, LostTrack
 from shared.errors import ProtocolViolation
 from shared.link import Begin, Commit, Decline, FromDrafter, Proposal, ProposalBatch, Resync, StepBatch, Welcome
 
+_log = structlog.stdlib.get_logger(__name__)
 _RESYNC_INTERVAL_S = 1.0
 _SIGN_OF_LIFE_S = 0.5  # a long catch-up is not to look like a hang: the verifier gives up after about 2 s
 _MAX_REMEMBERED = 4096  # lost or declined numbers whose End may never come
+_FAILED = "the drafter has failed on it"
 
 
 class Drafter:
@@ -129,6 +133,9 @@ class Drafter:
                 self._proposer.open(sequence)
             except CannotServe as refusal:
                 self._decline(refusal.number, refusal.message)
+            except Exception:  # the proposer's boundary: its faults cost the guesses of who was asked for, never the process
+                self._note_failure("open")
+                self._decline(begin.sequence, _FAILED)
             else:
                 self._sequences[begin.sequence] = sequence
                 self.stats.sequences = len(self._sequences)
@@ -150,15 +157,22 @@ class Drafter:
     def _propose(self) -> list[Proposal]:
         while requests := self._requests():
             try:
-                answers = self._proposer.propose(requests)
+                answers = list(zip(requests, self._proposer.propose(requests), strict=True))
             except CannotServe as refusal:
                 # Nothing was guessed yet; each turn closes a sequence, so this ends.
                 self._forget(refusal.number)
                 self._decline(refusal.number, refusal.message)
                 continue
+            except Exception:
+                # Which of them it was cannot be told, and the next call would fail again.
+                self._note_failure("propose")
+                for sequence, _ in requests:
+                    self._forget(sequence.number)
+                    self._decline(sequence.number, _FAILED)
+                continue
             self.stats.steps += 1
             proposals = []
-            for (sequence, _), guesses in zip(requests, answers, strict=True):
+            for (sequence, _), guesses in answers:
                 sequence.is_resting = guesses is not None and not guesses
                 if guesses:
                     proposals.append(_extend(sequence, guesses))
@@ -174,9 +188,16 @@ class Drafter:
     def _forget(self, number: int) -> None:
         sequence = self._sequences.pop(number, None)
         if sequence is not None:
-            self._proposer.close(sequence)
+            try:
+                self._proposer.close(sequence)
+            except Exception:
+                self._note_failure("close")
             self.stats.guesses_dropped += len(sequence.tail)
             self.stats.sequences = len(self._sequences)
+
+    def _note_failure(self, what: str) -> None:
+        _log.exception("proposer failed", call=what, sequences=len(self._sequences))
+        self.stats.failures += 1
 
     def _decline(self, number: int, reason: str) -> None:
         self._declined[number] = None

@@ -19,6 +19,8 @@ from shared.rpc.convert_link import to_speculate_request
 from shared.rpc.convert_step import PieceJoiner
 from shared.rpc.status import from_rpc_error
 
+# In the draft service's own health: whether it is attached.
+LINK_SERVICE_NAME = link_pb2.DESCRIPTOR.services_by_name["LinkService"].full_name
 _SILENCE_S = 5.0  # nothing heard for this long: the stream is dropped
 _HEARTBEAT_S = 1.0
 _FIRST_RETRY_S = 0.1

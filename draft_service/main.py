@@ -14,7 +14,7 @@ from draft_service.config import DraftConfig
 from draft_service.draft_model import DraftModel
 from draft_service.drafter import Drafter
 from draft_service.engine import DraftEngine
-from draft_service.link_client import LinkClient, LinkState
+from draft_service.link_client import LINK_SERVICE_NAME, LinkClient, LinkState
 from draft_service.metrics import DraftMetrics
 from draft_service.ngram import NgramProposer
 from draft_service.proposer import Proposer
@@ -31,6 +31,7 @@ from shared.rpc.health import Health
 from shared.rpc.interceptors import CallInterceptor
 from shared.rpc.options import GENERATE_MAX_MESSAGE_BYTES, LINK_MAX_MESSAGE_BYTES
 from shared.rpc.server import bind, make_server, run_until_signal
+from shared.rpc.serving_metrics import ServingMetrics
 from shared.tokenizer import load_tokenizer
 
 _WATCH_S = 1.0
@@ -45,7 +46,7 @@ def run(config: DraftConfig) -> None:
     Raises:
         UnsupportedModel: the draft model cannot be served.
         CannotListen: an address is in use.
-        EngineFailure: the engine has stopped by itself.
+        EngineFailure: the engine, or another part that has to run, has stopped by itself.
     """
     logs.set_up("draft", config.log_level, config.log_format)
     (uvloop.run if config.loop == "uvloop" else asyncio.run)(_serve(config))
@@ -53,14 +54,16 @@ def run(config: DraftConfig) -> None:
 
 async def _serve(config: DraftConfig) -> None:
     registry, health, gate = CollectorRegistry(), await Health.of(SERVICE_NAME), Gate("draft service")
-    door = make_server(CallInterceptor([gate]), GENERATE_MAX_MESSAGE_BYTES, health, [SERVICE_NAME])
+    await health.set_service(LINK_SERVICE_NAME, False)
+    serving = ServingMetrics(registry, [SERVICE_NAME])
+    door = make_server(CallInterceptor([gate], observe=serving.observe_call), GENERATE_MAX_MESSAGE_BYTES, health, [SERVICE_NAME])
     address = bind(door, config.listen)
     with exposition(registry, config.metrics) as metrics_address:
         await door.start()
         _log.info("listening", clients=address, metrics=metrics_address or "off")
         try:
             proposer, fingerprint = await asyncio.to_thread(_load, config)
-            await _serve_loaded(config, registry, health, gate, door, proposer, fingerprint)
+            await _serve_loaded(config, registry, serving, health, gate, door, proposer, fingerprint)
         finally:
             await door.stop(None)
 
@@ -91,7 +94,14 @@ def _load(config: DraftConfig) -> tuple[Proposer, str]:
 
 
 async def _serve_loaded(
-    config: DraftConfig, registry: CollectorRegistry, health: Health, gate: Gate, door: grpc.aio.Server, proposer: Proposer, fingerprint: str
+    config: DraftConfig,
+    registry: CollectorRegistry,
+    serving: ServingMetrics,
+    health: Health,
+    gate: Gate,
+    door: grpc.aio.Server,
+    proposer: Proposer,
+    fingerprint: str,
 ) -> None:
     metrics = DraftMetrics(registry)
     metrics.set_build_info(
@@ -109,7 +119,10 @@ async def _serve_loaded(
     token = config.link_token_file.read_text().strip() if config.link_token_file is not None else ""
     hello = Hello(PROTOCOL_REVISION, config.instance_id, config.name, fingerprint, tuple(proposer.modes), config.capacity)
 
+    link_changed = asyncio.Event()
+
     def note(state: LinkState) -> None:
+        link_changed.set()
         metrics.set_attached(state.attached)
         if not state.attached:
             metrics.count_reconnect(state.kind)
@@ -122,19 +135,25 @@ async def _serve_loaded(
         servicer = DraftServicer(verifier_channel, config.instance_id, config.name, proposer.name, config.link, lambda: link.state)
         servicer.serve_on(door)
         engine.start()
+        metrics.watch_engine(lambda: engine.age_s)
         gate.open()
         await health.set_serving(True)
         _log.info("serving", proposer=proposer.name, verifier=config.verifier, link=config.link, instance=config.instance_id)
-        async with asyncio.TaskGroup() as tasks:
-            attachment = tasks.create_task(link.run())
-            watch = tasks.create_task(_watch(engine, drafter, metrics, health))
-            try:
-                await run_until_signal([door], health, gate, config.drain_grace_s, link.stop)
-                await attachment
-            finally:
-                watch.cancel()
-                attachment.cancel()
-                await asyncio.to_thread(engine.stop)
+        try:
+            async with asyncio.TaskGroup() as tasks:  # if one of them ends by itself, all end, and so does the process
+                attachment = tasks.create_task(link.run())
+                watches = (_watch(engine, drafter, metrics, health), _watch_link(link, link_changed, health), serving.watch_loop())
+                watching = [tasks.create_task(watch) for watch in watches]
+                try:
+                    await run_until_signal([door], health, gate, config.drain_grace_s, link.stop)
+                    await attachment
+                finally:
+                    for task in (attachment, *watching):
+                        task.cancel()
+                    await asyncio.to_thread(engine.stop)
+        except ExceptionGroup as failures:
+            _log.exception("a part of the draft service has failed")
+            raise EngineFailure("a part of the draft service has failed; the log says which") from failures
     if crashes:
         raise EngineFailure("the engine has stopped by itself; the log says why")
 
@@ -150,3 +169,11 @@ async def _watch(engine: DraftEngine, drafter: Drafter, metrics: DraftMetrics, h
             serving = healthy
             _log.warning("engine shows itself again" if healthy else "engine has stalled", age_s=round(engine.age_s, 1))
             await health.set_serving(healthy)
+
+
+async def _watch_link(link: LinkClient, changed: asyncio.Event, health: Health) -> None:
+    """Tells health whether the draft service is attached. Its door serves either way: it passes calls on."""
+    while True:
+        await changed.wait()
+        changed.clear()
+        await health.set_service(LINK_SERVICE_NAME, link.state.attached)

@@ -4,6 +4,8 @@ Fed with plain numbers: `DrafterStats`, which only grow, after each step, and wh
 not known here: what is scored is the verifier's choice, and only the verifier counts it.
 """
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from draft_service.stats import DrafterStats
@@ -23,6 +25,7 @@ _TOTALS = {  # of DrafterStats, then of its ProposerStats
     "guesses_dropped": "Of those, the ones taken back: contradicted, rewound, or of a sequence that ended.",
     "resyncs": "Sequences asked for anew, because this side had lost track.",
     "declines": "Sequences refused.",
+    "failures": "Calls of the proposer that failed by its own fault; the log says why.",
 }
 _PROPOSER_TOTALS = {
     "forwards": "Batched calls of the draft model.",
@@ -51,6 +54,7 @@ class DraftMetrics:
         self._sequences = Gauge(f"{_PREFIX}draft_sequences", "Sequences drafted for.", registry=registry)
         blocks = Gauge(f"{_PREFIX}draft_kv_blocks", "KV blocks of the draft model, by state.", ("state",), registry=registry)
         self._blocks = {state: blocks.labels(state=state) for state in BLOCK_STATES}
+        self._step_age = Gauge(f"{_PREFIX}draft_engine_step_age_seconds", "Seconds since the engine thread last showed itself.", registry=registry)
         self._attached = Gauge(f"{_PREFIX}draft_link_attached", "1 while attached to the verifier.", registry=registry)
         self._round_trip = Histogram(
             f"{_PREFIX}draft_link_round_trip_seconds", "Round trips of heartbeats to the verifier.", buckets=_LINK_S, registry=registry
@@ -65,6 +69,10 @@ class DraftMetrics:
         """Tells what runs here, once; `tokenizer` is a fingerprint or its beginning."""
         labels = {"version": version, "protocol_revision": protocol_revision, "proposer": proposer, "tokenizer": tokenizer}
         Gauge(f"{_PREFIX}draft_build_info", "What runs here; always 1.", tuple(labels), registry=self._registry).labels(**labels).set(1)
+
+    def watch_engine(self, age_s: Callable[[], float]) -> None:
+        """Reads the engine's age in seconds at each scrape."""
+        self._step_age.set_function(age_s)
 
     def observe(self, stats: DrafterStats) -> None:
         """Takes the numbers as they stand; what has been added since the last call is counted."""

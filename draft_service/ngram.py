@@ -81,7 +81,6 @@ class NgramProposer:
 
     name = "ngram"
     modes = (Mode.COUPLED, Mode.REJECTION)
-    needs_tokenizer = False
 
     def __init__(self, min_n: int = 2, max_n: int = 4) -> None:
         if not 1 <= min_n <= max_n:

@@ -49,11 +49,6 @@ class Proposer(Protocol):
         ...
 
     @property
-    def needs_tokenizer(self) -> bool:
-        """Whether its ids must be those of the target's tokenizer; else the fingerprint in Hello is empty."""
-        ...
-
-    @property
     def stats(self) -> ProposerStats:
         """What it has taken so far."""
         ...

@@ -37,6 +37,7 @@ class DrafterStats:
         guesses_dropped: of those, the ones taken back from the tail: contradicted, rewound, or of a sequence that ended.
         resyncs: new Begins asked for.
         declines: sequences refused.
+        failures: calls of the proposer that failed by its own fault.
         proposer: what making the guesses took.
     """
 
@@ -48,4 +49,5 @@ class DrafterStats:
     guesses_dropped: int = 0
     resyncs: int = 0
     declines: int = 0
+    failures: int = 0
     proposer: ProposerStats = field(default_factory=ProposerStats)

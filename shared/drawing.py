@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from shared.link import MAX_DISTRIBUTION_PAIRS, Distribution
-from shared.noise import key_tensor, uniforms
 
 
 def invert(weights: Tensor, draws: Tensor) -> Tensor:
@@ -39,19 +38,6 @@ def to_wire(scores: Tensor, max_pairs: int = MAX_DISTRIBUTION_PAIRS) -> list[Dis
     # The softmax of the kept scores is the renormalised distribution.
     weights = kept.values.softmax(-1, dtype=torch.float64).to(torch.float32).tolist()
     return [_positive_part(ids, row) for ids, row in zip(kept.indices.tolist(), weights, strict=True)]
-
-
-def draw(distribution: Distribution, key: int, position: int) -> int:
-    """Draws a guess from a distribution exactly as it stands on the wire.
-
-    Args:
-        distribution: from `to_wire`.
-        key: uint64 noise key; never one that the verifier draws with.
-        position: index of the guess in its whole sequence.
-    """
-    weights = torch.tensor([distribution.probabilities], dtype=torch.float64)
-    place = invert(weights, uniforms(key_tensor([key]), torch.tensor([position])))
-    return distribution.token_ids[int(place)]
 
 
 def pad(distributions: Sequence[Distribution]) -> tuple[Tensor, Tensor]:

@@ -98,11 +98,6 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return _unit(squares32(positions << 32, keys))
 
 
-def uniform(key: int, position: int) -> float:
-    """One uniform of a key (uint64) at a position, in the open interval (0, 1)."""
-    return float(uniforms(key_tensor([key]), torch.tensor([position])))
-
-
 def _unit(words: Tensor) -> Tensor:
     return words.to(torch.float64).add_(0.5).mul_(2.0**-32)
 

@@ -19,14 +19,10 @@ def penalise(scores: Tensor, picks: Sequence[Pick]) -> None:
     if not rows:
         return
     chosen = [picks[row] for row in rows]
-    # Rows of one sequence share its committed tokens: they are made a tensor once.
-    committed = {id(pick.committed): _ids(pick.committed, scores) for pick in chosen}
-    histories = [torch.cat([committed[id(pick.committed)], _ids(pick.guesses, scores)]) for pick in chosen]
-    outputs = [history[pick.rules.prompt_length :] for history, pick in zip(histories, chosen, strict=True)]
-    num_ids = scores.shape[-1]
-    index, seen = _flatten(histories, num_ids)
-    output_index, written = _flatten(outputs, num_ids)
-    counts = torch.bincount(output_index * num_ids + written, minlength=len(rows) * num_ids).view(len(rows), num_ids)
+    # Rows of one sequence share its committed tokens: they are counted once.
+    keys = [(id(pick.committed), pick.rules.prompt_length) for pick in chosen]
+    committed = {key: _count(pick, scores) for key, pick in zip(keys, chosen, strict=True)}
+    (index, seen), count = _merge([committed[key] for key in keys], [_guessed(pick, scores) for pick in chosen], scores.shape[-1])
 
     def per_token(values: Iterable[float]) -> Tensor:
         return torch.tensor(list(values), dtype=scores.dtype, device=scores.device)[index]
@@ -34,24 +30,44 @@ def penalise(scores: Tensor, picks: Sequence[Pick]) -> None:
     repetition = per_token(pick.rules.sampling.repetition_penalty for pick in chosen)
     presence = per_token(pick.rules.sampling.presence_penalty for pick in chosen)
     frequency = per_token(pick.rules.sampling.frequency_penalty for pick in chosen)
-    count = counts[index, seen]
     places = torch.tensor(rows, device=scores.device)[index], seen
     before = scores[places]
     # A positive score is made worse by dividing, a negative one by multiplying.
     repeated = torch.where(before > 0, before / repetition, before * repetition)
-    # A token that occurs several times is written several times, with the same value.
     scores[places] = repeated - presence * (count > 0) - frequency * count
+
+
+def _count(pick: Pick, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids among the committed tokens, and how often each stands in the output: both [N]."""
+    ids, places = torch.unique(_ids(pick.committed, scores), return_inverse=True)
+    return ids, places[pick.rules.prompt_length :].bincount(minlength=len(ids))
+
+
+def _guessed(pick: Pick, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for the guesses behind them, in which an id may occur twice."""
+    ids = _ids(pick.guesses, scores)
+    return ids, (torch.arange(len(ids), device=ids.device) + len(pick.committed) >= pick.rules.prompt_length).long()
+
+
+def _merge(
+    committed: Sequence[tuple[Tensor, Tensor]], guessed: Sequence[tuple[Tensor, Tensor]], num_ids: int
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Every (row, id) that occurs, once, and its count in the row's output. Its size is that of the histories, not of the vocabulary.
+
+    Args:
+        committed: per row from `_count`.
+        guessed: per row from `_guessed`.
+        num_ids: ids beyond it, from a wider vocabulary or a hostile drafter, have no score to change.
+    """
+    parts = [part for row in zip(committed, guessed, strict=True) for part in row]
+    ids, counts = torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts])
+    lengths = torch.tensor([len(known) + len(new) for (known, _), (new, _) in zip(committed, guessed, strict=True)], device=ids.device)
+    index = torch.arange(len(lengths), device=ids.device).repeat_interleave(lengths)
+    is_scored = (ids >= 0) & (ids < num_ids)
+    pairs, places = torch.unique(index[is_scored] * num_ids + ids[is_scored], return_inverse=True)
+    total = torch.zeros_like(pairs).scatter_add_(0, places, counts[is_scored])
+    return (pairs // num_ids, pairs % num_ids), total
 
 
 def _ids(token_ids: Sequence[int], scores: Tensor) -> Tensor:
     return torch.tensor(token_ids, dtype=torch.int64, device=scores.device)
-
-
-def _flatten(rows: Sequence[Tensor], num_ids: int) -> tuple[Tensor, Tensor]:
-    """Ids of all rows in one tensor, and the row of each."""
-    lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
-    ids = torch.cat(list(rows))
-    index = torch.arange(len(rows), device=ids.device).repeat_interleave(lengths)
-    # An id beyond the logits, from a wider vocabulary or a hostile drafter, has no score to change.
-    is_scored = (ids >= 0) & (ids < num_ids)
-    return index[is_scored], ids[is_scored]

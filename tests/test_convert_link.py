@@ -151,6 +151,11 @@ def test_a_malformed_frame_is_refused_with_its_kind(message: pb.SpeculateRequest
     assert refusal.value.tag == tag
 
 
+def test_times_cross_to_the_nanosecond() -> None:
+    frame = ProposalBatch(0, 1.5e-08, (), idle=False)
+    assert from_speculate_request(to_speculate_request(frame)) == frame
+
+
 def test_a_batch_of_too_many_proposals_is_refused_before_any_of_them_is_looked_at() -> None:
     most = [pb.Proposal(sequence=number, token_ids=[1]) for number in range(MAX_BATCH_PROPOSALS)]
     taken = from_speculate_request(pb.SpeculateRequest(proposals=pb.ProposalBatch(proposals=most)))

@@ -10,7 +10,6 @@ from draft_service.draft_model import DraftModel
 from draft_service.drafter import Drafter
 from draft_service.tail import DraftSequence
 from shared.digest import extend
-from shared.drawing import draw
 from shared.engine.block_allocator import BlockAllocator
 from shared.engine.forward_batch import Span
 from shared.engine.model_loader import LoadedModel
@@ -20,6 +19,7 @@ from shared.link import Begin, Commit, Decline, End, EndReason, ProposalBatch, S
 from shared.noise import derive_key, noise_key
 from shared.picking import pick_tokens
 from shared.sampling import Mode, Pick, SamplingParams, TokenRules
+from tests.support.draws import draw
 from tests.support.kv_oracle import assert_kv_matches_fresh_prefill
 from tests.support.tiny_models import noisy_copy, tiny_llama
 
@@ -223,8 +223,26 @@ def test_out_of_blocks_declines_the_youngest_and_the_others_go_on(target):
 def test_a_prompt_that_can_never_fit_is_declined_before_anything_is_computed(target):
     rig = Rig(target, num_blocks=2, block_size=4)
     rig.tell(begins=(begin(1, [1] * 9),))
-    assert rig.run()[0] == Decline(1, "no KV blocks left")
+    assert "longer than the 8 tokens" in rig.run()[0].reason
     assert rig.runner.num_forwards == rig.allocator.num_used == 0
+
+
+def test_a_text_longer_than_the_whole_pool_is_declined_itself_and_no_other(target):
+    rig = Rig(target, num_blocks=16, block_size=4)
+    rig.tell(begins=(begin(1, [1] * 65), *(begin(number, [number] * 5) for number in (2, 3, 4))))
+    frames = rig.run()
+    assert [frame.sequence for frame in frames if isinstance(frame, Decline)] == [1]
+    assert [[proposal.sequence for proposal in frame.proposals] for frame in frames if isinstance(frame, ProposalBatch)] == [[2, 3, 4]] * 4
+
+
+def test_a_text_that_outgrows_the_pool_is_declined_itself(target):
+    rig = Rig(target, num_blocks=4, block_size=4)
+    rig.tell(begins=(begin(1, [1] * 15, window=4), begin(2, [2], window=0)))
+    assert len(rig.guesses()[1]) == 1, "there is no room for a second one, and none will ever come"
+    rig.tell(commits=(commit(1, 15, [7, 8]), commit(2, 1, [3], 2)))
+    frames = rig.run()
+    assert [frame.sequence for frame in frames if isinstance(frame, Decline)] == [1]
+    assert sum(len(frame.proposals) for frame in frames if isinstance(frame, ProposalBatch)) == 2
 
 
 def test_no_guess_stands_beyond_the_draft_models_length_and_a_longer_text_is_declined(target):
@@ -234,7 +252,7 @@ def test_no_guess_stands_beyond_the_draft_models_length_and_a_longer_text_is_dec
     assert guesses == decode(target, [1, 2, 3], 3)
     rig.tell(commits=(commit(1, 3, [*guesses, 5]),))
     (decline, batch) = rig.run()
-    assert "longer than the draft model's 6 tokens" in decline.reason
+    assert "longer than the 6 tokens" in decline.reason
     assert batch.idle
     assert rig.allocator.num_used == 0
 
@@ -272,6 +290,38 @@ def test_logits_that_are_not_finite_give_no_guess_and_spoil_no_other_sequence(ta
     rig.runner.spoil = lambda logits: logits
     rig.tell(commits=(commit(1, 3, [7], 2),))
     assert len(rig.guesses()[1]) == 2
+
+
+@pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.REJECTION])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rules_that_make_finite_logits_infinite_give_no_guess_and_spoil_no_other_sequence(mode, temperature):
+    rig = Rig(tiny_llama(VOCAB, dtype=torch.float32))
+    spoiling = SamplingParams(temperature=temperature, repetition_penalty=1e-42)
+    positive = list(range(VOCAB))  # some of these have a positive logit, which the penalty divides
+    rig.tell(begins=(begin(1, positive, 2, spoiling, mode), begin(2, [4, 5, 6], 2, SAMPLED, mode)))
+    assert list(rig.guesses()) == [2]
+    assert rig.proposer.stats.unusable_rows == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), MemoryError(), AssertionError()])
+def test_a_forward_that_fails_costs_its_sequences_their_guesses_and_nothing_else(target, error):
+    rig = Rig(target)
+    rig.tell(begins=(begin(1, [1, 2, 3]), begin(2, [4, 5, 6])))
+    rig.run()
+
+    def fail(logits):
+        raise error
+
+    rig.runner.spoil = fail
+    rig.tell(commits=(commit(1, 3, [9]), commit(2, 3, [9])))
+    frames = rig.run()
+    assert [frame.sequence for frame in frames if isinstance(frame, Decline)] == [1, 2]
+    assert frames[-1].idle
+    assert rig.allocator.num_used == 0
+    assert rig.drafter.stats.failures == 1
+    rig.runner.spoil = lambda logits: logits
+    rig.tell(begins=(begin(3, [1, 2, 3]),))
+    assert rig.guesses() == {3: decode(target, [1, 2, 3], 4)}
 
 
 def test_rejection_guesses_are_drawn_from_the_very_distribution_that_is_sent(target):

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from shared.drawing import draw, invert, pad, to_wire
+from shared.drawing import invert, pad, to_wire
 from shared.link import Distribution
 from shared.noise import derive_key, key_tensor, uniforms
+from tests.support.draws import draw
 
 ALPHA = 1e-4  # false alarm rate; seeds are fixed
 

@@ -1,12 +1,15 @@
+import asyncio
 import re
 from pathlib import Path
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
 from draft_service.stats import DrafterStats
-from tests.support.scrapes import COMMON, MAX_DRAFT_TOKENS, Clock, Scrape, drafter, verifier
+from tests.support.scrapes import COMMON, MAX_DRAFT_TOKENS, Clock, Scrape, drafter, serving, verifier
 from verifier_service.ledger import RequestLedger
+from verifier_service.metrics import LINK_KINDS
 from verifier_service.request import Emission
 from verifier_service.stats import LinkCounters, StepStats
 
@@ -49,6 +52,46 @@ def test_age_of_the_engine_is_read_at_each_scrape() -> None:
     metrics.watch_engine(clock)
     clock.now = 12.5
     assert scrape("engine_step_age_seconds") == 12.5
+
+
+def test_bytes_of_links_are_counted_by_direction_and_kind() -> None:
+    metrics, scrape = verifier()
+    messages = [("received", "proposals", 70), ("received", "hello", 9), ("sent", "step", 40), ("sent", "step", 2), ("sent", "new", 1)]
+    for direction, kind, size in messages:
+        metrics.count_link_bytes(direction, kind, size)
+    counted = {pair: scrape("link_bytes_total", direction=pair[0], kind=pair[1]) for pair in LINK_KINDS}
+    assert counted == {("received", "proposals"): 70, ("received", "other"): 9, ("sent", "step"): 42, ("sent", "other"): 1}
+
+
+# --- Calls and the event loop ---
+
+
+def test_calls_are_counted_by_method_and_status_and_no_caller_makes_label_values() -> None:
+    metrics, scrape = serving()
+    generate = {"grpc_service": "outrider.v1.VerifierService", "grpc_method": "Generate"}
+    metrics.observe_call("/outrider.v1.VerifierService/Generate", grpc.StatusCode.OK, 2.0)
+    metrics.observe_call("/outrider.v1.VerifierService/Generate", grpc.StatusCode.CANCELLED, 1.0)
+    before = _num_samples(scrape)
+    metrics.observe_call("/outrider.v1.VerifierService/Genrate", grpc.StatusCode.UNIMPLEMENTED, 1.0)
+    metrics.observe_call("/grpc.health.v1.Health/Check", grpc.StatusCode.OK, 1.0)
+    assert _num_samples(scrape) == before
+    assert scrape("grpc_server_handled_total", **generate, grpc_code="OK") == 1
+    assert scrape("grpc_server_handled_total", **generate, grpc_code="Canceled") == 1
+    assert scrape("grpc_server_handled_total", **generate, grpc_code="DeadlineExceeded") == 0
+    assert scrape("grpc_server_handling_seconds_sum", **generate) == 3
+
+
+async def test_a_late_event_loop_is_seen() -> None:
+    clock = Clock(0.0)
+    metrics, scrape = serving(clock)
+    task = asyncio.create_task(metrics.watch_loop())
+    await asyncio.sleep(0)  # it has read the clock and sleeps
+    clock.now = 3.0
+    async with asyncio.timeout(30):
+        while not scrape("event_loop_lag_seconds_count"):  # noqa: ASYNC110 - the task tells nobody
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert scrape("event_loop_lag_seconds_sum") >= 2.9
 
 
 def test_counters_of_links_survive_their_coming_and_going() -> None:
@@ -119,11 +162,15 @@ def test_state_of_the_link_is_shown() -> None:
 # --- Names ---
 
 
-def _all_metrics() -> tuple[CollectorRegistry, CollectorRegistry]:
-    of_verifier, of_drafter = verifier(), drafter()
+def _num_samples(scrape: Scrape) -> int:
+    return sum(len(family.samples) for family in scrape.registry.collect())
+
+
+def _all_metrics() -> tuple[CollectorRegistry, CollectorRegistry, CollectorRegistry]:
+    of_verifier, of_drafter, of_both = verifier(), drafter(), serving()
     of_verifier[0].set_build_info(version="1", protocol_revision="1", model="tiny", tokenizer="f", dtype="float64", device="cpu")
     of_drafter[0].set_build_info(version="1", protocol_revision="1", proposer="ngram", tokenizer="f")
-    return of_verifier[1].registry, of_drafter[1].registry
+    return of_verifier[1].registry, of_drafter[1].registry, of_both[1].registry
 
 
 def _exported(registry: CollectorRegistry) -> dict[str, set[str]]:
@@ -143,7 +190,8 @@ def _documented(heading: str) -> dict[str, set[str]]:
 
 
 def test_every_metric_is_documented_with_its_labels_and_the_other_way_round() -> None:
-    of_verifier, of_drafter = _all_metrics()
+    of_verifier, of_drafter, of_both = _all_metrics()
+    assert _documented("Both services") == _exported(of_both)
     assert _documented("The verifier") == _exported(of_verifier)
     assert _documented("The draft service") == _exported(of_drafter)
 
@@ -160,14 +208,14 @@ def test_documented_label_values_are_the_exported_ones() -> None:
     for registry in _all_metrics():
         for family in registry.collect():
             for sample in (sample for sample in family.samples if not sample.name.endswith("_created")):
-                for label in {"reason", "state", "kind", "finished_reason"} & set(sample.labels):
+                for label in {"reason", "state", "kind", "direction", "finished_reason"} & set(sample.labels):
                     value = sample.labels[label]
                     by_rule = value.isupper()  # reasons of errors are listed in protocol.md
                     assert by_rule or f"`{value}`" in rows[sample.name], f"{sample.name}: {value}"
 
 
 def test_only_the_verifier_counts_acceptance_and_positions_exist_from_the_start() -> None:
-    of_verifier, of_drafter = _all_metrics()
+    of_verifier, of_drafter, _ = _all_metrics()
     assert not [name for name in _exported(of_drafter) if not name.startswith("outrider_draft_")]
     scrape = Scrape(of_verifier, COMMON)
     for position in range(MAX_DRAFT_TOKENS):

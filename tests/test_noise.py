@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.digest import splitmix64
-from shared.noise import GUMBEL_MAX, GUMBEL_MIN, derive_key, gumbel, gumbel_of, key_tensor, noise_key, squares32, uniform, uniforms
+from shared.noise import GUMBEL_MAX, GUMBEL_MIN, derive_key, gumbel, gumbel_of, key_tensor, noise_key, squares32, uniforms
+from tests.support.draws import uniform
 
 UINT64 = st.integers(0, 2**64 - 1)
 KNOWN_KEY = 0xBDD732262FEB6E95

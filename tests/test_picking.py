@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared import picking
 from shared.noise import gumbel, key_tensor, noise_key
+from shared.penalties import penalise
 from shared.picking import finite_rows, pick_tokens, probabilities, process
 from shared.sampling import Pick, SamplingParams, TokenRules
 
@@ -311,3 +313,31 @@ def test_probabilities_sum_to_one_and_are_certain_where_greedy():
     distributions = probabilities(process(logits, picks), picks)
     assert distributions.dtype == torch.float64
     assert distributions.tolist() == [[0.0, 0.5, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0]]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the size of the largest tensor that is made, not counting one that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor) and all(tensor is not given for given in args):
+                self.numel = max(self.numel, tensor.numel())
+        return made
+
+
+def test_penalties_take_memory_by_the_length_of_the_histories_not_by_the_size_of_the_vocabulary():
+    scores = torch.ones(4, 100_000)
+    committed = [1, 2, 3]
+    picks = [make_pick(SamplingParams(frequency_penalty=1.0), committed=committed, guesses=range(row)) for row in range(4)]
+    with LargestTensor() as largest:
+        torch.bincount(torch.zeros(1, dtype=torch.int64), minlength=scores.numel())
+    assert largest.numel == scores.numel(), "control"
+    with LargestTensor() as largest:
+        penalise(scores, picks)
+    assert 0 < largest.numel < 100
+    assert scores[:, :5].tolist() == [[1, 1, 1, 0, 1], [0, 1, 1, 0, 1], [0, 0, 1, 0, 1], [0, 0, 0, 0, 1]]

@@ -23,13 +23,15 @@ from tests.support.model_dir import save_small_vocabulary
 from tests.support.processes import DEADLINE_S, Services, VerifierProcess
 
 NUM_REQUESTS = 20_000
-CONCURRENCY = 128
+CONCURRENCY = 192
 ALPHA = 1e-4
 NUM_IDS = 5
 NUM_TOKENS = 3
 MAX_TOKENS = 5
 PROMPT = (1, 3)
 MIN_EXPECTED = 10
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
@@ -129,17 +131,15 @@ def p_value(texts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) 
     return float(stats.chisquare(observed, [count * sum(observed) / sum(expected) for count in expected]).pvalue)
 
 
-@pytest.mark.slow
 def test_the_first_three_tokens_have_the_targets_joint_law(outcome: Outcome, models: tuple[Path, Path]) -> None:
-    print(outcome.rounds, outcome.drafted, outcome.accepted, outcome.accepted_early)
     assert outcome.texts.total() == NUM_REQUESTS
-    assert outcome.rounds > 0
-    assert outcome.drafted > outcome.accepted > 0
+    # Drafts were really tested, where it counts, and rejected.
+    assert outcome.rounds > NUM_REQUESTS / 20
+    assert outcome.accepted_early > NUM_REQUESTS / 50
+    assert outcome.drafted - outcome.accepted > NUM_REQUESTS / 20
     assert p_value(outcome.texts, joint_law(models[0])) > ALPHA
 
 
-@pytest.mark.slow
 def test_that_very_test_would_notice_the_drafts_law(outcome: Outcome, models: tuple[Path, Path]) -> None:
     """Negative control."""
-    print(p_value(outcome.texts, joint_law(models[0])), p_value(outcome.texts, joint_law(models[1])))
     assert p_value(outcome.texts, joint_law(models[1])) < ALPHA

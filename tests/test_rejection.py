@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.link import Distribution
-from shared.noise import derive_key, uniform
+from shared.noise import derive_key
+from tests.support.draws import uniform
 from verifier_service.rejection import Guesses, RejectionKeys, Uniforms, verify_batch, verify_rejection
 from verifier_service.rejection import Tested as Proposed  # pytest would take a class called Test... for tests
 from verifier_service.verdict import Verdict

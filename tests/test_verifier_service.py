@@ -221,7 +221,7 @@ async def test_a_frame_that_the_engine_cannot_deal_with_ends_its_link_alone():
         closed: list[str] = []
         bad = service.verifier.attach(hello("bad"), lambda batch: None, closed.append)
         service.verifier.attach(hello("good"), lambda batch: None, lambda reason: closed.append("wrong one"))
-        service.verifier.receive(bad, ProposalBatch(1, 0.0, (None,), False))  # type: ignore[arg-type]
+        service.verifier.receive(bad, ProposalBatch("not a number", 0.0, (), False))
         await service.until(lambda: len(service.verifier.drafters()) == 1)
         await service.until(lambda: closed != [])
         assert closed == ["the verifier could not deal with what this link has sent"]

@@ -24,6 +24,7 @@ from shared.rpc.health import Health
 from shared.rpc.interceptors import CallInterceptor, Guard
 from shared.rpc.options import GENERATE_MAX_MESSAGE_BYTES, LINK_MAX_MESSAGE_BYTES
 from shared.rpc.server import bind, make_server, run_until_signal
+from shared.rpc.serving_metrics import ServingMetrics
 from shared.sampling import Mode
 from shared.tokenizer import Tokenizer, load_tokenizer
 from verifier_service.config import VerifierConfig
@@ -59,17 +60,20 @@ async def _serve(config: VerifierConfig) -> None:
     link_guards: list[Guard] = [gate]
     if config.link_token_file is not None:
         link_guards.append(bearer_guard(LINK_SERVICE, config.link_token_file.read_text().strip()))
-    door = make_server(CallInterceptor([gate]), GENERATE_MAX_MESSAGE_BYTES, health, [VERIFIER_SERVICE])
-    link_door = make_server(CallInterceptor(link_guards, SILENCE_S), LINK_MAX_MESSAGE_BYTES, health, [LINK_SERVICE])
+    serving = ServingMetrics(registry, [VERIFIER_SERVICE, LINK_SERVICE])
+    door = make_server(CallInterceptor([gate], observe=serving.observe_call), GENERATE_MAX_MESSAGE_BYTES, health, [VERIFIER_SERVICE])
+    link_door = make_server(CallInterceptor(link_guards, SILENCE_S, observe=serving.observe_call), LINK_MAX_MESSAGE_BYTES, health, [LINK_SERVICE])
     address, link_address = bind(door, config.listen), bind(link_door, config.link)
     with exposition(registry, config.metrics) as metrics_address:
         # Listening before loading: health can tell, and clients are refused with a reason instead of a closed port.
         await asyncio.gather(door.start(), link_door.start())
         _log.info("listening", clients=address, links=link_address, metrics=metrics_address or "off")
+        loop_watch = asyncio.create_task(serving.watch_loop())
         try:
             tokenizer, pool = await asyncio.to_thread(_load, config)
             await _serve_loaded(config, registry, health, gate, (door, link_door), tokenizer, pool)
         finally:
+            loop_watch.cancel()
             await asyncio.gather(door.stop(None), link_door.stop(None))
 
 
@@ -151,11 +155,9 @@ async def _serve_loaded(
         return VerifierInfo(model, limits, verifier.drafters(), verifier.refused_drafters())
 
     door, link_door = doors
-    servicer = VerifierServicer(
-        verifier, tokenizer, frozenset(pool.model.eos_token_ids), describe, metrics, lambda: secrets.randbits(64)
-    )
+    servicer = VerifierServicer(verifier, tokenizer, frozenset(pool.model.eos_token_ids), describe, metrics, lambda: secrets.randbits(64))
     welcome = Welcome(vocab_size, MAX_PROPOSAL_TOKENS, MAX_DISTRIBUTION_PAIRS, pool.max_model_len)
-    link_servicer = LinkServicer(verifier, welcome)
+    link_servicer = LinkServicer(verifier, welcome, on_bytes=metrics.count_link_bytes)
     servicer.serve_on(door)
     link_servicer.serve_on(link_door)
     gate.open()

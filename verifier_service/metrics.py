@@ -30,6 +30,7 @@ FAILURE_REASONS = (
     _OTHER,
 )
 BLOCK_STATES = ("free", "used", "cached")
+LINK_KINDS = (("received", "proposals"), ("received", _OTHER), ("sent", "step"), ("sent", _OTHER))  # direction, kind
 
 # vLLM's bounds; those of the inter-token latency go on below its 10 ms, where accepted tokens lie.
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -91,6 +92,7 @@ class VerifierMetrics:
         self._step_age = make.gauge("engine_step_age_seconds", "Seconds since the engine thread last showed itself.")
 
         self._round_trip = make.histogram("link_round_trip_seconds", "Round trips of heartbeats to draft services.", _LINK_S)
+        self._link_bytes = make.pairs("link_bytes", "Bytes of messages on links to draft services.", ("direction", "kind"), LINK_KINDS)
         self._drafters = make.gauge("drafters", "Attached draft services.")
         self._suspended = make.gauge("drafters_suspended", "Of those, the ones that are not asked because they do not answer.")
         self._links: dict[str, _Cumulative] = {
@@ -166,6 +168,10 @@ class VerifierMetrics:
         """Takes a heartbeat's round trip."""
         self._round_trip.observe(seconds)
 
+    def count_link_bytes(self, direction: str, kind: str, size: int) -> None:
+        """Takes the size of a message: `received` or `sent`, and which arm it is; those that are neither guesses nor steps are `other`."""
+        self._link_bytes.get((direction, kind), self._link_bytes[direction, _OTHER]).inc(size)
+
     def count_prompt(self, num_tokens: int) -> None:
         """See `RequestObserver`."""
         self._prompt_tokens.inc(num_tokens)
@@ -227,6 +233,10 @@ class _Maker:
     def counters(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
         family = Counter(_PREFIX + name, text, (*_COMMON, label), registry=self._registry)
         return {value: family.labels(**self._common, **{label: value}) for value in values}
+
+    def pairs(self, name: str, text: str, labels: tuple[str, str], values: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Counter]:
+        family = Counter(_PREFIX + name, text, (*_COMMON, *labels), registry=self._registry)
+        return {value: family.labels(**self._common, **dict(zip(labels, value, strict=True))) for value in values}
 
     def gauges(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Gauge]:
         family = Gauge(_PREFIX + name, text, (*_COMMON, label), registry=self._registry)

@@ -110,7 +110,7 @@ def _proposals_to_proto(batch: ProposalBatch) -> pb.ProposalBatch:
         )
         for proposal in batch.proposals
     ]
-    return pb.ProposalBatch(step=batch.step, draft_time_ns=int(batch.draft_seconds * 1e9), proposals=proposals, idle=batch.idle)
+    return pb.ProposalBatch(step=batch.step, draft_time_ns=round(batch.draft_seconds * 1e9), proposals=proposals, idle=batch.idle)
 
 
 def _parse_proposals(message: pb.ProposalBatch) -> ProposalBatch:

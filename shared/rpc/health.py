@@ -37,9 +37,12 @@ class Health:
 
     async def set_serving(self, is_serving: bool) -> None:
         """Tell clients whether to come. Has no effect after `shut_down`."""
-        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in self._services:
-            await self.servicer.set(service, status)
+            await self.set_service(service, is_serving)
+
+    async def set_service(self, service: str, is_serving: bool) -> None:
+        """The same for one service alone. One that was not given to `of` stands apart: `set_serving` says nothing about it."""
+        await self.servicer.set(service, health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def shut_down(self) -> None:
         """NOT_SERVING for good."""

@@ -66,12 +66,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         guards: asked in order before the handler runs.
         write_timeout_s: a response stream whose reader takes no message for this long is ended, so that nobody can hold memory by not reading.
         clock: monotonic seconds.
+        observe: told the method, the status and the seconds of each call that has ended.
     """
 
-    def __init__(self, guards: Sequence[Guard] = (), write_timeout_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        guards: Sequence[Guard] = (),
+        write_timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+        observe: Callable[[str, grpc.StatusCode, float], None] = lambda _method, _code, _seconds: None,
+    ) -> None:
         self._guards = guards
         self._write_timeout_s = write_timeout_s
         self._clock = clock
+        self._observe = observe
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
@@ -144,10 +152,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 _log.exception("call failed", method=method)
             await context.abort_with_status(to_grpc_status(error, record.request_id))
         finally:
+            seconds = self._clock() - started
+            self._observe(method, code, seconds)
             level = "info" if method.startswith(_OURS) else "debug"
-            getattr(_log, level)(
-                "call", method=method, code=code.name, peer=context.peer(), duration_s=round(self._clock() - started, 6), **record.fields
-            )
+            getattr(_log, level)("call", method=method, code=code.name, peer=context.peer(), duration_s=round(seconds, 6), **record.fields)
 
     def _refusing(self, method: str, metadata: Metadata) -> Callable[[bytes, Context], Awaitable[None]]:
         async def refuse(_: bytes, context: Context) -> None:

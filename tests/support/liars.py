@@ -13,8 +13,6 @@ from shared.sampling import Mode
 class LyingProposer:
     """Changes a share of another proposer's guesses at random, and goes on as if they were its own."""
 
-    needs_tokenizer = True
-
     def __init__(self, inner: Proposer, rate: float, vocab_size: int, seed: int) -> None:
         self._inner = inner
         self._rate = rate

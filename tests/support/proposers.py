@@ -21,7 +21,6 @@ class RuleProposer:
     """
 
     name = "rule"
-    needs_tokenizer = False
 
     def __init__(self, rule: Rule, limit: int = 1_000_000, modes: tuple[Mode, ...] = (Mode.COUPLED, Mode.REJECTION)) -> None:
         self.stats = ProposerStats()

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from draft_service.metrics import DraftMetrics
+from draft_service.servicer import SERVICE_NAME as DRAFT_SERVICE
+from shared.rpc.serving_metrics import ServingMetrics
+from verifier_service.link_servicer import SERVICE_NAME as LINK_SERVICE
 from verifier_service.metrics import VerifierMetrics
+from verifier_service.servicer import SERVICE_NAME as VERIFIER_SERVICE
 
 COMMON = {"model_name": "tiny", "engine": "0"}
 MAX_DRAFT_TOKENS = 4
@@ -44,3 +48,9 @@ def drafter() -> tuple[DraftMetrics, Scrape]:
     """A draft service's metrics."""
     registry = CollectorRegistry()
     return DraftMetrics(registry), Scrape(registry, {})
+
+
+def serving(clock: Clock | None = None) -> tuple[ServingMetrics, Scrape]:
+    """What both services have."""
+    registry = CollectorRegistry()
+    return ServingMetrics(registry, (VERIFIER_SERVICE, LINK_SERVICE, DRAFT_SERVICE), clock or Clock()), Scrape(registry, {})
