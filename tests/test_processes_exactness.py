@@ -14,7 +14,7 @@ from shared.tokenizer import load_tokenizer
 from tests.support.calls import Referee, complete, complete_all, to_options
 from tests.support.delay_proxy import DelayProxy
 from tests.support.model_dir import EOS_IDS, ModelDirs, save_models
-from tests.support.processes import DraftProcess, Services, VerifierProcess, scrape
+from tests.support.processes import DraftProcess, Services, VerifierProcess, scrape, until
 from verifier_service.request import Request, Stopping
 
 MAX_DRAFT_TOKENS = 4
@@ -121,8 +121,11 @@ async def test_with_a_drafter_the_output_is_that_of_plain_decoding_and_the_count
         sum(getattr(completion.usage, name) for completion in completions) for name in ("rounds", "drafted_tokens", "accepted_tokens")
     )
     low, high = ACCEPTANCE[kind]
-    assert drafted > (0 if kind in ("ngram", "random") else 50)
-    assert low <= accepted / drafted <= high
+    if kind in ("ngram", "random"):  # steps of a millisecond: what is nearly always wrong, or rarely there, may never be in time to be scored
+        assert low * drafted <= accepted <= high * drafted
+    else:
+        assert drafted > 50
+        assert low <= accepted / drafted <= high
     assert accepted == sum(part.accepted for part in parts)
     assert rounds >= sum(part.accepted > 0 for part in parts)
     num_tokens = sum(len(completion.token_ids) for completion in completions)
@@ -141,6 +144,11 @@ async def test_with_a_drafter_the_output_is_that_of_plain_decoding_and_the_count
         ("requests_failed_total", 0),
     ):
         assert after(name) - before(name) == counted, name
+
+    async def guesses_came() -> bool:  # links are counted once a second
+        return (await scrape(verifier.metrics))("received_guesses_total") > before("received_guesses_total")
+
+    await until(guesses_came, "guesses of this drafter are counted")
 
 
 async def test_the_edge_door_gives_the_same_and_asks_for_its_own_drafter(drafters: dict[str, DraftProcess], referee: Referee) -> None:
