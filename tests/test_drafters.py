@@ -16,15 +16,15 @@ def told(drafter, step: int, now: float) -> None:
 
 def test_the_drafter_with_most_room_is_chosen():
     drafters = Drafters()
-    drafters.attach(1, hello("small", 1), 0.0)
-    drafters.attach(2, hello("large", 9), 0.0)
+    drafters.attach(1, hello("small", 1))
+    drafters.attach(2, hello("large", 9))
     assert drafters.choose(Mode.COUPLED, None, set(), 0.0).link == 2
 
 
 def test_the_preferred_one_is_chosen_while_it_has_room():
     drafters = Drafters()
-    small = drafters.attach(1, hello("small", 1), 0.0)
-    drafters.attach(2, hello("large", 9), 0.0)
+    small = drafters.attach(1, hello("small", 1))
+    drafters.attach(2, hello("large", 9))
     assert drafters.choose(Mode.COUPLED, "small", set(), 0.0) is small
     small.sequences.add(7)
     assert drafters.choose(Mode.COUPLED, "small", set(), 0.0).link == 2
@@ -32,14 +32,14 @@ def test_the_preferred_one_is_chosen_while_it_has_room():
 
 def test_one_that_cannot_do_the_mode_or_declined_is_not_chosen():
     drafters = Drafters()
-    drafters.attach(1, hello("a"), 0.0)
+    drafters.attach(1, hello("a"))
     assert drafters.choose(Mode.REJECTION, None, set(), 0.0) is None
     assert drafters.choose(Mode.COUPLED, None, {1}, 0.0) is None
 
 
 def test_one_that_owes_an_answer_for_too_long_is_suspended_and_tried_again_with_one_sequence():
     drafters = Drafters()
-    drafter = drafters.attach(1, hello("a"), 0.0)
+    drafter = drafters.attach(1, hello("a"))
     told(drafter, 1, 0.0)
     assert drafters.suspend_hung(1.0) == []
     assert drafters.suspend_hung(5.1) == [drafter]
@@ -51,7 +51,7 @@ def test_one_that_owes_an_answer_for_too_long_is_suspended_and_tried_again_with_
 
 def test_each_failed_probe_doubles_the_time_to_the_next():
     drafters = Drafters()
-    drafter = drafters.attach(1, hello("a"), 0.0)
+    drafter = drafters.attach(1, hello("a"))
     told(drafter, 1, 0.0)
     drafters.suspend_hung(10.0)
     drafter.sequences.add(1)
@@ -62,7 +62,7 @@ def test_each_failed_probe_doubles_the_time_to_the_next():
 
 def test_waits_in_vain_open_the_circuit_early():
     drafters = Drafters()
-    drafter = drafters.attach(1, hello("a"), 0.0)
+    drafter = drafters.attach(1, hello("a"))
     told(drafter, 1, 0.0)
     drafter.vain_waits = 3
     assert drafters.suspend_hung(0.1) == [drafter]
@@ -70,17 +70,36 @@ def test_waits_in_vain_open_the_circuit_early():
 
 def test_an_answer_closes_the_circuit():
     drafters = Drafters()
-    drafter = drafters.attach(1, hello("a"), 0.0)
+    drafter = drafters.attach(1, hello("a"))
     told(drafter, 1, 0.0)
     drafters.suspend_hung(10.0)
-    drafter.answer(1, idle=False, now=10.5)
+    drafter.answer(1, idle=False, has_guesses=True, now=10.5)
     assert drafters.choose(Mode.COUPLED, None, set(), 10.6) is drafter
 
 
 def test_an_answer_to_a_step_never_told_counts_for_the_last_told_one():
-    drafter = Drafters().attach(1, hello("a"), 0.0)
+    drafter = Drafters().attach(1, hello("a"))
     told(drafter, 3, 1.0)
-    drafter.answer(2**60, idle=True, now=1.5)
-    assert (drafter.heard_step, drafter.owes_answer) == (3, False)
+    drafter.answer(2**60, idle=True, has_guesses=False, now=1.5)
+    assert not drafter.owes_answer
     told(drafter, 4, 2.0)
     assert drafter.owes_answer
+
+
+def test_the_turnaround_is_measured_from_the_step_that_the_guesses_know():
+    drafter = Drafters().attach(1, hello("a"))
+    told(drafter, 1, 1.0)
+    told(drafter, 2, 1.1)
+    drafter.answer(1, idle=False, has_guesses=True, now=1.2)
+    assert abs(drafter.timing.turnaround_s - 0.2) < 1e-9
+    assert drafter.owing_since == 1.1
+    drafter.answer(2, idle=True, has_guesses=False, now=5.0)  # nothing to propose tells nothing about the time a guess takes
+    assert abs(drafter.timing.turnaround_s - 0.2) < 1e-9
+
+
+def test_what_a_hung_drafter_is_told_is_not_remembered_without_bound():
+    drafter = Drafters().attach(1, hello("a"))
+    for step in range(10_000):
+        told(drafter, step, step * 0.001)
+    assert len(drafter.told) < 1_000
+    assert drafter.owing_since == 0.0

@@ -22,7 +22,11 @@ def test_in_lock_step_the_number_is_the_one_that_gives_most_tokens_per_second():
         tokens = sum(0.8**i for i in range(count + 1))
         return tokens / (0.3 + (0.06 + (count - 1) * 0.05 if count else 0))
 
-    assert num_worth_in_lock_step(0.8, turnaround_s=0.06, gap_s=0.05, step_s=0.3, max_guesses=8) == max(range(9), key=rate)
+    assert num_worth_in_lock_step(0.8, turnaround_s=0.06, gap_s=0.05, step_s=0.3, max_guesses=5) == max(range(6), key=rate)
+
+
+def test_in_lock_step_no_more_is_drafted_than_fits_into_a_step():
+    assert num_worth_in_lock_step(0.99, turnaround_s=0.06, gap_s=0.05, step_s=0.2, max_guesses=8) == 3
 
 
 def test_a_drafter_slower_than_the_target_is_not_waited_for():

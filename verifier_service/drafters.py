@@ -3,6 +3,7 @@
 State of the engine thread. It knows sequence numbers and link values, not tensors, tokens' meaning or gRPC.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from verifier_service.stats import LinkCounters
 
 _DECAY = 0.2  # weight of a new sample in the running means
 _MAX_VAIN_WAITS = 3
+_MAX_TOLD = 256  # unanswered steps that are remembered to measure the turnaround
 _HANG_S = 5.0  # no answer to a step for this long: the circuit opens even if nobody waited. A draft step of a long catch-up is shorter.
 _FIRST_PROBE_S = 1.0
 _MAX_PROBE_S = 60.0
@@ -31,7 +33,7 @@ class Timing:
         return self.gap_s if self.gap_s is not None else self.turnaround_s or 0.0
 
     def observe_turnaround(self, seconds: float) -> None:
-        """From a commit that made a tail worthless to the first guess that knows it."""
+        """From telling a step to the first guesses that know it, right or wrong."""
         self.turnaround_s = _mean(self.turnaround_s, seconds)
 
     def observe_gap(self, seconds: float) -> None:
@@ -52,9 +54,8 @@ class Drafter:
         hello: how it introduced itself.
         capacity: sequences it can serve; may change at any time.
         sequences: those it serves.
-        told_step: last step it was told about, and when.
-        heard_step: last step that went into an answer.
-        heard_at: when the last answer came.
+        told: steps it was told about and has not answered yet, with the times; the newest of them.
+        owing_since: when the oldest of those was told, if there is one.
         idle: it has said that nothing more follows until the next step.
         vain_waits: waits in a row that brought no guess that fits.
         suspended_until: set while its circuit is open: when one sequence may be tried again.
@@ -64,11 +65,9 @@ class Drafter:
     link: int
     hello: Hello
     capacity: int
-    heard_at: float
     sequences: set[int] = field(default_factory=set)
-    told_step: int = 0
-    told_at: float = 0.0
-    heard_step: int = 0
+    told: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MAX_TOLD))
+    owing_since: float | None = None
     idle: bool = False
     vain_waits: int = 0
     suspended_until: float | None = None
@@ -88,7 +87,7 @@ class Drafter:
     @property
     def owes_answer(self) -> bool:
         """Whether it was told something that it has not answered."""
-        return self.heard_step < self.told_step
+        return self.owing_since is not None
 
     def take_batch(self, step: int, now: float) -> StepBatch | None:
         """What it is to be told of this step; None if nothing."""
@@ -97,21 +96,27 @@ class Drafter:
         batch = StepBatch(step, tuple(self.begins), tuple(self.commits), tuple(self.ends))
         self.begins, self.commits, self.ends = [], [], []
         if batch.begins or batch.commits:  # an end alone asks for no answer
-            if not self.owes_answer:
-                self.told_at = now
-            self.told_step, self.idle = step, False
+            self.told.append((step, now))
+            if self.owing_since is None:
+                self.owing_since = now
+            self.idle = False
         return batch
 
-    def answer(self, step: int, idle: bool, now: float) -> None:
+    def answer(self, step: int, idle: bool, has_guesses: bool, now: float) -> None:
         """Takes note of an answer that knows `step`; one that was never told counts for the last that was."""
-        self.heard_step, self.heard_at = max(self.heard_step, min(step, self.told_step)), now
+        told_at = None
+        while self.told and self.told[0][0] <= step:
+            _, told_at = self.told.popleft()
+        if told_at is not None and has_guesses:
+            self.timing.observe_turnaround(now - told_at)
+        self.owing_since = self.told[0][1] if self.told else None
         if not self.owes_answer:
             self.idle = idle
             self.suspended_until, self.probe_s = None, _FIRST_PROBE_S
 
     def is_hung(self, now: float) -> bool:
         """Whether it owes an answer for too long, or owes one and has let the verifier wait in vain too often."""
-        return self.owes_answer and (self.vain_waits >= _MAX_VAIN_WAITS or now - self.told_at > _HANG_S)
+        return self.owing_since is not None and (self.vain_waits >= _MAX_VAIN_WAITS or now - self.owing_since > _HANG_S)
 
 
 class Drafters:
@@ -128,9 +133,9 @@ class Drafters:
         """The one on this link, if it is still attached."""
         return self._by_link.get(link) if link is not None else None
 
-    def attach(self, link: int, hello: Hello, now: float) -> Drafter:
+    def attach(self, link: int, hello: Hello) -> Drafter:
         """Adds one."""
-        drafter = Drafter(link, hello, hello.capacity, now)
+        drafter = Drafter(link, hello, hello.capacity)
         self._by_link[link] = drafter
         return drafter
 

@@ -19,7 +19,6 @@ from verifier_service.stopping import find_stop
 from verifier_service.verdict import Verdict
 
 _log = logging.getLogger(__name__)
-_DECAY = 0.2  # weight of a new sample in the running mean of the step's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,6 @@ class Engine:
         self._scoring = Scoring(runner, vocab_size, scorer)
         self.speculation = Speculation(self._live, tell, limits.window, limits.scheduler.max_draft_tokens)
         self._last_step_ended = clock()
-        self._decode_step_s: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -124,7 +122,7 @@ class Engine:
             return now
         decoding = [generation for generation in self._scheduler.running if generation.num_pending == 1]
         num_others = self._scheduler.num_running - len(decoding) + self._scheduler.num_waiting
-        return self.speculation.wait_until(decoding, num_others, self._decode_step_s, self._last_step_ended, now)
+        return self.speculation.wait_until(decoding, num_others, self._last_step_ended, now)
 
     def step(self, now: float) -> StepOutput:
         """Runs one step: every scheduled request gets a chunk of its prompt done, or one to K+1 tokens."""
@@ -141,7 +139,7 @@ class Engine:
         self.speculation.flush(ended)
         num_prefill = sum(part.num_tokens for part in plan if part.num_tokens > 1 or not part.is_terminal)
         if plan and not num_prefill:
-            self._observe_decode_step(ended - now)
+            self.speculation.observe_decode_step(ended - now)
         stats = StepStats(
             seconds=ended - now,
             waited_seconds=max(0.0, now - self._last_step_ended) if plan and not queue_s else 0.0,
@@ -215,7 +213,3 @@ class Engine:
         self._scheduler.remove(generation)
         self.speculation.ended(generation, reason)
         del self._live[generation.number]
-
-    def _observe_decode_step(self, seconds: float) -> None:
-        mean = self._decode_step_s
-        self._decode_step_s = seconds if mean is None else mean + _DECAY * (seconds - mean)

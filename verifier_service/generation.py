@@ -30,7 +30,6 @@ class Generation:
         acceptance: running estimate of the chance that a guess is accepted, from committed rounds only.
         cut_step: the link's step that told of tokens the buffer had not foreseen: the drafter may have cut its tail then.
         lost: a piece is missing; the drafter has to be told to start over.
-        missed_at: when its drafter's tail became worthless; None while guesses flow.
         joined_at: when guesses last joined.
         committed_at: when tokens were last committed.
         expected_at: when the next guess is due.
@@ -50,7 +49,6 @@ class Generation:
     acceptance: Acceptance = field(default_factory=Acceptance)
     cut_step: int = 0
     lost: bool = False
-    missed_at: float | None = None
     joined_at: float | None = None
     committed_at: float = 0.0
     expected_at: float = 0.0

@@ -21,11 +21,13 @@ class Joined:
         num_joined: guesses that were added to the buffer.
         stale: why the rest did not fit: `late`, `mismatch`, `gap`, `duplicate` or `over_window`; None if all joined.
         num_stale: how many that were.
+        agrees: the piece was made for this text and contradicts nothing of it, be it ever so late.
     """
 
     num_joined: int
     stale: str | None
     num_stale: int
+    agrees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,10 @@ class GuessBuffer:
             self.overlapped.append(overlapped)
             self._digests.append(splitmix64(self._digests[-1] ^ token_id))
         if num_joined < size - overlap:
-            return Joined(num_joined, "over_window", size - overlap - num_joined)
+            return Joined(num_joined, "over_window", size - overlap - num_joined, agrees=True)
         if overlap and not num_joined:
-            return Joined(0, "duplicate" if end > self.committed_length else "late", size)
-        return Joined(num_joined, None, 0)
+            return Joined(0, "duplicate" if end > self.committed_length else "late", size, agrees=True)
+        return Joined(num_joined, None, 0, agrees=True)
 
     def commit(self, token_ids: Sequence[int]) -> Settled:
         """Moves the committed length on; guesses that agree leave the head, the first that does not takes all with it."""

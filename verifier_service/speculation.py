@@ -14,6 +14,8 @@ from verifier_service.stats import LinkCounters
 from verifier_service.wait_policy import num_sequences_to_serve, num_worth_ahead, num_worth_in_lock_step, pays_to_wait
 
 _SLACK = 0.5  # a guess is overdue by this share of the time it was given
+_DECAY = 0.2  # weight of a new sample in the running mean of a step's time
+_PROBE_EVERY = 16  # commits: so often one guess is asked for where none is worth waiting for
 _RESYNC_INTERVAL_S = 1.0  # a drafter that keeps losing track of a sequence is told of it again this often at most
 
 
@@ -46,6 +48,7 @@ class Speculation:
         self._step = 0
         self._resynced_at: dict[int, float] = {}
         self._awaited: set[int] = set()
+        self._step_s: float | None = None
         self.gone = LinkCounters()  # of links that are no more
 
     @property
@@ -60,7 +63,7 @@ class Speculation:
 
     def attach(self, link: int, hello: Hello, now: float) -> None:
         """A draft service has shaken hands: sequences without a drafter become its."""
-        self._drafters.attach(link, hello, now)
+        self._drafters.attach(link, hello)
         self.assign(now)
 
     def detach(self, link: int, now: float) -> None:
@@ -89,7 +92,7 @@ class Speculation:
             case ProposalBatch():
                 for proposal in frame.proposals:
                     self._join(drafter, proposal, frame.step, now, overlapped)
-                drafter.answer(frame.step, frame.idle, now)
+                drafter.answer(frame.step, frame.idle, bool(frame.proposals), now)
             case Capacity(sequences):
                 drafter.capacity = sequences
                 self.assign(now)
@@ -138,8 +141,6 @@ class Speculation:
             generation.cut_step = self._step + 1  # of the next flush, which tells of it
         generation.committed_at = now
         if settled.num_dropped or not self._runs_ahead:  # the drafter cannot go on before it hears of this
-            if generation.missed_at is None:
-                generation.missed_at = now
             generation.expected_at = now + (drafter.timing.turnaround_s or 0.0)
         drafter.counters.dropped += settled.num_dropped
         rewind = generation.lost
@@ -149,7 +150,7 @@ class Speculation:
         if any(begin.sequence == generation.number for begin in drafter.begins):
             self._begin(generation, drafter)  # not told yet: tell it with these tokens
         else:
-            drafter.commits.append(Commit(generation.number, base_length, accepted, token_ids, self._window_of(generation), rewind))
+            drafter.commits.append(Commit(generation.number, base_length, accepted, token_ids, self._window_of(generation, drafter), rewind))
 
     def verified(self, generation: Generation, accepted: int, drafted: int) -> None:
         """A round is committed."""
@@ -175,17 +176,17 @@ class Speculation:
             if batch is not None:
                 self._tell(drafter.link, batch)
 
-    def wait_until(self, decoding: list[Generation], num_others: int, step_s: float | None, since: float, now: float) -> float:
+    def wait_until(self, decoding: list[Generation], num_others: int, since: float, now: float) -> float:
         """Time until which the next step had better wait for guesses.
 
         Args:
             decoding: the sequences whose next step is a decode.
             num_others: requests that prefill or wait; they are never made to wait longer.
-            step_s: time of a plain step, seconds; None if not measured yet.
             since: when the last step ended.
             now: a wait that would have been over by now is none.
         """
         awaited, self._awaited = self._awaited, set()
+        step_s = self._step_s
         if step_s is None or num_others or not decoding:
             return since
         waits = [self._wait_of(generation, step_s, since, alone=len(decoding) == 1) for generation in decoding]
@@ -198,6 +199,10 @@ class Speculation:
         until = min(since + step_s, max(wait.until for wait in unserved))
         self._awaited = {wait.link for wait in unserved if wait.has_none} if until > now else awaited
         return until
+
+    def observe_decode_step(self, seconds: float) -> None:
+        """Takes note of a step without prefill."""
+        self._step_s = seconds if self._step_s is None else self._step_s + _DECAY * (seconds - self._step_s)
 
     def step_starts(self) -> None:
         """A step starts: drafters that it is still waiting for have let it wait in vain, whatever else they have sent."""
@@ -214,7 +219,7 @@ class Speculation:
     def _wait_of(self, generation: Generation, step_s: float, since: float, alone: bool) -> _Wait | None:
         """How long the sequence alone would wait; None if it has nothing to wait for, `since` if it is served."""
         drafter = self._drafters.get(generation.drafter)
-        limit = min(self._max_draft_tokens, generation.request.max_draft_tokens, generation.room)
+        limit = self._limit_of(generation)
         if drafter is None or limit == 0 or drafter.timing.turnaround_s is None or drafter.suspended_until is not None:
             return None
         turnaround_s, gap_s = drafter.timing.turnaround_s, drafter.timing.next_gap_s
@@ -246,22 +251,17 @@ class Speculation:
             counters.stale[joined.stale] += joined.num_stale
         if overlapped:
             counters.joined_while_computing += joined.num_joined
-        if joined.num_joined:
+        if joined.agrees:
             self._measure(generation, drafter, joined.num_joined, now)
 
     @staticmethod
     def _measure(generation: Generation, drafter: Drafter, num_joined: int, now: float) -> None:
-        # What arrived during a step is looked at after its commit: the times decide what came before what.
-        timing = drafter.timing
         drafter.vain_waits = 0
-        if generation.missed_at is not None and now >= generation.missed_at:
-            timing.observe_turnaround(now - generation.missed_at)
-            generation.missed_at = None
-        elif generation.joined_at is not None and not generation.joined_at < generation.committed_at <= now:
-            timing.observe_gap((now - generation.joined_at) / num_joined)
+        # What arrived during a step is looked at after its commit: the times decide whether a commit came between two pieces.
+        if num_joined and generation.joined_at is not None and not generation.joined_at < generation.committed_at <= now:
+            drafter.timing.observe_gap((now - generation.joined_at) / num_joined)
         generation.joined_at = now
-        if generation.missed_at is None:
-            generation.expected_at = now + timing.next_gap_s
+        generation.expected_at = max(generation.expected_at, now + drafter.timing.next_gap_s)
 
     def _served_by(self, drafter: Drafter) -> list[Generation]:
         return [self._live[number] for number in sorted(drafter.sequences) if number in self._live]
@@ -281,7 +281,7 @@ class Speculation:
                 mode=generation.request.mode,
                 sampling=rules.sampling,
                 draft_seed=generation.draft_seed,
-                window=self._window_of(generation),
+                window=self._window_of(generation, drafter),
                 suppressed_ids=rules.suppressed_ids,
                 suppressed_until=rules.suppressed_until,
             )
@@ -294,5 +294,13 @@ class Speculation:
         drafter.begins = [begin for begin in drafter.begins if begin.sequence != generation.number]
         drafter.commits = [commit for commit in drafter.commits if commit.sequence != generation.number]
 
-    def _window_of(self, generation: Generation) -> int:
-        return min(self._window, generation.room)
+    def _limit_of(self, generation: Generation) -> int:
+        return min(self._max_draft_tokens, generation.request.max_draft_tokens, generation.room)
+
+    def _window_of(self, generation: Generation, drafter: Drafter) -> int:
+        window = min(self._window, generation.room)
+        if self._runs_ahead or self._step_s is None or drafter.timing.turnaround_s is None:
+            return window
+        timing, limit = drafter.timing, self._limit_of(generation)
+        worth = num_worth_in_lock_step(generation.acceptance.rate, drafter.timing.turnaround_s, timing.next_gap_s, self._step_s, limit)
+        return worth or int(limit > 0 and generation.num_generated % _PROBE_EVERY == 0)

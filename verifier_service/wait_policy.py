@@ -3,8 +3,9 @@
 The rule, first and simple (a controller that weighs the whole batch replaces it later):
 
 - A sequence is *served* when it has as many guesses as are worth waiting for, or its drafter has nothing more.
-- With a window of K the drafter stands still while the verifier computes (both services on one machine): the number worth waiting
-  for is the one that gives most tokens per second, the turnaround and a gap per further guess included. It may be 0.
+- With a window of K the drafter is to stand still while the verifier computes (both services on one machine): the number worth waiting
+  for is the one that gives most tokens per second, the turnaround and a gap per further guess included. It is also the window that is
+  granted, so that nothing is drafted beside a step. It may be 0; then one guess is asked for now and then, to learn whether that has changed.
 - With a wider window the drafter goes on meanwhile, and a guess in hand now only saves the bubble after the next miss. A lone sequence
   without guesses waits only if that beats going on plainly for every number of plain steps (the wait rule of the design's simulation: no slower than
   plain decoding at any distance). Several sequences wait only for drafters that answer within a third of a step, until half are served.
@@ -16,7 +17,7 @@ _MAX_GATHERED = 16
 
 
 def num_worth_in_lock_step(acceptance: float, turnaround_s: float, gap_s: float, step_s: float, max_guesses: int) -> int:
-    """Guesses worth waiting for while the drafter stands still during a step, 0..max_guesses.
+    """Guesses worth drafting and waiting for while the drafter stands still during a step, 0..max_guesses.
 
     Args:
         acceptance: chance that a guess is accepted given that those before it were, 0..1.
@@ -28,8 +29,11 @@ def num_worth_in_lock_step(acceptance: float, turnaround_s: float, gap_s: float,
     best, best_rate = 0, 1.0 / step_s
     tokens = 1.0
     for count in range(1, max_guesses + 1):
+        drafting_s = turnaround_s + (count - 1) * gap_s
+        if drafting_s > step_s:  # no wait is longer
+            break
         tokens += acceptance**count
-        rate = tokens / (step_s + turnaround_s + (count - 1) * gap_s)
+        rate = tokens / (step_s + drafting_s)
         if rate > best_rate:
             best, best_rate = count, rate
     return best
