@@ -29,8 +29,8 @@ class Timing:
 
     @property
     def next_gap_s(self) -> float:
-        """The gap; until it is measured the turnaround, which is longer."""
-        return self.gap_s if self.gap_s is not None else self.turnaround_s or 0.0
+        """The gap; until it is measured half the turnaround: a hopeful guess is put to the test, a gloomy one would never be."""
+        return self.gap_s if self.gap_s is not None else 0.5 * (self.turnaround_s or 0.0)
 
     def observe_turnaround(self, seconds: float) -> None:
         """From telling a step to the first guesses that know it, right or wrong."""
