@@ -2,7 +2,7 @@
 
 from shared.link import Commit, Hello
 from shared.sampling import Mode
-from verifier_service.drafters import Drafters
+from verifier_service.drafters import Drafters, Pace
 
 
 def hello(name: str, capacity: int = 4, modes: tuple[Mode, ...] = (Mode.COUPLED,)) -> Hello:
@@ -103,3 +103,15 @@ def test_what_a_hung_drafter_is_told_is_not_remembered_without_bound():
         told(drafter, step, step * 0.001)
     assert len(drafter.told) < 1_000
     assert drafter.owing_since == 0.0
+
+
+def test_times_measured_beside_a_step_count_for_half_and_only_until_there_is_a_better_one():
+    pace = Pace()
+    pace.observe(0.4, is_disturbed=True)
+    assert pace.mean_s == 0.2
+    pace.observe(0.1, is_disturbed=False)
+    assert pace.mean_s == 0.1
+    pace.observe(0.9, is_disturbed=True)
+    assert pace.mean_s == 0.1
+    pace.observe(0.2, is_disturbed=False)
+    assert 0.1 < pace.mean_s < 0.2

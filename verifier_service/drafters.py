@@ -21,28 +21,50 @@ _MAX_PROBE_S = 60.0
 
 
 @dataclass(slots=True)
-class Timing:
-    """How fast a drafter answers; running means in seconds, None until something was measured."""
+class Pace:
+    """A running mean of times, in seconds, of which some are disturbed: measured while the verifier used the same cores.
 
-    turnaround_s: float | None = None
-    gap_s: float | None = None
+    Disturbed ones count for half, and only until there is an undisturbed one: a hopeful estimate is put to the test, a gloomy one never would be.
+
+    Args:
+        mean_s: the mean; None until something was measured.
+        is_clean: it is made of undisturbed samples.
+    """
+
+    mean_s: float | None = None
+    is_clean: bool = False
+
+    def observe(self, seconds: float, is_disturbed: bool) -> None:
+        """Takes a sample."""
+        if is_disturbed and self.is_clean:
+            return
+        sample = 0.5 * seconds if is_disturbed else seconds
+        starts_over = self.mean_s is None or self.is_clean is is_disturbed
+        self.mean_s = sample if self.mean_s is None or starts_over else self.mean_s + _DECAY * (sample - self.mean_s)
+        self.is_clean = not is_disturbed
+
+
+@dataclass(slots=True)
+class Timing:
+    """How fast a drafter answers.
+
+    Args:
+        turnaround: from telling a step to the first guesses that know it, right or wrong.
+        gap: between two guesses of a sequence.
+    """
+
+    turnaround: Pace = field(default_factory=Pace)
+    gap: Pace = field(default_factory=Pace)
 
     @property
-    def next_gap_s(self) -> float:
-        """The gap; until it is measured half the turnaround: a hopeful guess is put to the test, a gloomy one would never be."""
-        return self.gap_s if self.gap_s is not None else 0.5 * (self.turnaround_s or 0.0)
+    def turnaround_s(self) -> float | None:
+        """Mean turnaround; None until something was measured."""
+        return self.turnaround.mean_s
 
-    def observe_turnaround(self, seconds: float) -> None:
-        """From telling a step to the first guesses that know it, right or wrong."""
-        self.turnaround_s = _mean(self.turnaround_s, seconds)
-
-    def observe_gap(self, seconds: float) -> None:
-        """Between two guesses of a sequence."""
-        self.gap_s = _mean(self.gap_s, seconds)
-
-
-def _mean(mean: float | None, sample: float) -> float:
-    return sample if mean is None else mean + _DECAY * (sample - mean)
+    @property
+    def gap_s(self) -> float:
+        """Mean gap; until it is measured half the turnaround."""
+        return self.gap.mean_s if self.gap.mean_s is not None else 0.5 * (self.turnaround.mean_s or 0.0)
 
 
 @dataclass(slots=True)
@@ -102,13 +124,21 @@ class Drafter:
             self.idle = False
         return batch
 
-    def answer(self, step: int, idle: bool, has_guesses: bool, now: float) -> None:
-        """Takes note of an answer that knows `step`; one that was never told counts for the last that was."""
+    def answer(self, step: int, idle: bool, has_guesses: bool, now: float, is_disturbed: bool = False) -> None:
+        """Takes note of an answer that knows `step`; one that was never told counts for the last that was.
+
+        Args:
+            step: last step that went into it.
+            idle: nothing more follows until the next one.
+            has_guesses: an empty answer tells nothing about the time that a guess takes.
+            now: when it came.
+            is_disturbed: it was made beside a step of the verifier, on the same cores.
+        """
         told_at = None
         while self.told and self.told[0][0] <= step:
             _, told_at = self.told.popleft()
         if told_at is not None and has_guesses:
-            self.timing.observe_turnaround(now - told_at)
+            self.timing.turnaround.observe(now - told_at, is_disturbed)
         self.owing_since = self.told[0][1] if self.told else None
         if not self.owes_answer:
             self.idle = idle

@@ -122,11 +122,11 @@ class Engine:
             return now
         decoding = [generation for generation in self._scheduler.running if generation.num_pending == 1]
         num_others = self._scheduler.num_running - len(decoding) + self._scheduler.num_waiting
-        return self.speculation.wait_until(decoding, num_others, self._last_step_ended, now)
+        return self.speculation.pacing.wait_until(decoding, num_others, self._last_step_ended, now)
 
     def step(self, now: float) -> StepOutput:
         """Runs one step: every scheduled request gets a chunk of its prompt done, or one to K+1 tokens."""
-        self.speculation.step_starts()
+        self.speculation.pacing.step_starts()
         self.speculation.assign(now)
         self.speculation.flush(now)
         num_preempted = self._scheduler.num_preempted
@@ -139,7 +139,7 @@ class Engine:
         self.speculation.flush(ended)
         num_prefill = sum(part.num_tokens for part in plan if part.num_tokens > 1 or not part.is_terminal)
         if plan and not num_prefill:
-            self.speculation.observe_decode_step(ended - now)
+            self.speculation.pacing.observe_decode_step(ended - now)
         stats = StepStats(
             seconds=ended - now,
             waited_seconds=max(0.0, now - self._last_step_ended) if plan and not queue_s else 0.0,

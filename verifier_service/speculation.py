@@ -1,32 +1,18 @@
-"""The engine's dealings with its drafters: who drafts for whom, what they are told, what came of their guesses, when to wait.
+"""The engine's dealings with its drafters: who drafts for whom, what they are told, what came of their guesses.
 
 State of the engine thread. It knows no model, no KV and no gRPC; batches leave through a callback.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from shared.link import Begin, Capacity, Commit, Decline, End, EndReason, Hello, Proposal, ProposalBatch, Resync, StepBatch
 from verifier_service.acceptance import Acceptance
 from verifier_service.drafters import Drafter, Drafters
 from verifier_service.generation import Generation
+from verifier_service.pacing import Pacing
 from verifier_service.stats import LinkCounters
-from verifier_service.wait_policy import num_sequences_to_serve, num_worth_ahead, num_worth_in_lock_step, pays_to_wait
 
-_SLACK = 0.5  # a guess is overdue by this share of the time it was given
-_DECAY = 0.2  # weight of a new sample in the running mean of a step's time
-_PROBE_EVERY = 16  # commits: so often one guess is asked for where none is worth waiting for
 _RESYNC_INTERVAL_S = 1.0  # a drafter that keeps losing track of a sequence is told of it again this often at most
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """Until when a sequence would wait for the drafter on a link, how fast that answers, and whether the sequence has no guess yet."""
-
-    link: int
-    until: float
-    turnaround_s: float
-    has_none: bool
 
 
 class Speculation:
@@ -43,18 +29,21 @@ class Speculation:
         self._live = live
         self._tell = tell
         self._window = window
-        self._max_draft_tokens = max_draft_tokens
         self._drafters = Drafters()
+        self._pacing = Pacing(self._drafters, window, max_draft_tokens)
         self._step = 0
         self._resynced_at: dict[int, float] = {}
-        self._awaited: set[int] = set()
-        self._step_s: float | None = None
         self.gone = LinkCounters()  # of links that are no more
 
     @property
     def drafters(self) -> Iterable[Drafter]:
         """The attached ones."""
         return iter(self._drafters)
+
+    @property
+    def pacing(self) -> Pacing:
+        """When to wait for them."""
+        return self._pacing
 
     @property
     def has_news(self) -> bool:
@@ -92,7 +81,7 @@ class Speculation:
             case ProposalBatch():
                 for proposal in frame.proposals:
                     self._join(drafter, proposal, frame.step, now, overlapped)
-                drafter.answer(frame.step, frame.idle, bool(frame.proposals), now)
+                drafter.answer(frame.step, frame.idle, bool(frame.proposals), now, self._pacing.is_disturbed(overlapped))
             case Capacity(sequences):
                 drafter.capacity = sequences
                 self.assign(now)
@@ -139,9 +128,7 @@ class Speculation:
             return
         if not settled.foreseen:
             generation.cut_step = self._step + 1  # of the next flush, which tells of it
-        generation.committed_at = now
-        if settled.num_dropped or not self._runs_ahead:  # the drafter cannot go on before it hears of this
-            generation.expected_at = now + (drafter.timing.turnaround_s or 0.0)
+        self._pacing.committed(generation, drafter, settled.num_dropped > 0, now)
         drafter.counters.dropped += settled.num_dropped
         rewind = generation.lost
         if rewind:
@@ -150,7 +137,7 @@ class Speculation:
         if any(begin.sequence == generation.number for begin in drafter.begins):
             self._begin(generation, drafter)  # not told yet: tell it with these tokens
         else:
-            drafter.commits.append(Commit(generation.number, base_length, accepted, token_ids, self._window_of(generation, drafter), rewind))
+            drafter.commits.append(Commit(generation.number, base_length, accepted, token_ids, self._pacing.window(generation, drafter), rewind))
 
     def verified(self, generation: Generation, accepted: int, drafted: int) -> None:
         """A round is committed."""
@@ -176,66 +163,6 @@ class Speculation:
             if batch is not None:
                 self._tell(drafter.link, batch)
 
-    def wait_until(self, decoding: list[Generation], num_others: int, since: float, now: float) -> float:
-        """Time until which the next step had better wait for guesses.
-
-        Args:
-            decoding: the sequences whose next step is a decode.
-            num_others: requests that prefill or wait; they are never made to wait longer.
-            since: when the last step ended.
-            now: a wait that would have been over by now is none.
-        """
-        awaited, self._awaited = self._awaited, set()
-        step_s = self._step_s
-        if step_s is None or num_others or not decoding:
-            return since
-        waits = [self._wait_of(generation, step_s, since, alone=len(decoding) == 1) for generation in decoding]
-        if any(wait is None for wait in waits):
-            return since  # a sequence that has nothing to wait for is not delayed
-        unserved = [wait for wait in waits if wait is not None and wait.until > since]
-        slowest_s = max((wait.turnaround_s for wait in unserved), default=0.0)
-        if len(waits) - len(unserved) >= num_sequences_to_serve(len(waits), slowest_s, step_s, self._runs_ahead):
-            return since
-        until = min(since + step_s, max(wait.until for wait in unserved))
-        self._awaited = {wait.link for wait in unserved if wait.has_none} if until > now else awaited
-        return until
-
-    def observe_decode_step(self, seconds: float) -> None:
-        """Takes note of a step without prefill."""
-        self._step_s = seconds if self._step_s is None else self._step_s + _DECAY * (seconds - self._step_s)
-
-    def step_starts(self) -> None:
-        """A step starts: drafters that it is still waiting for have let it wait in vain, whatever else they have sent."""
-        for link in self._awaited:
-            drafter = self._drafters.get(link)
-            if drafter is not None:
-                drafter.vain_waits += 1
-        self._awaited = set()
-
-    @property
-    def _runs_ahead(self) -> bool:
-        return self._window > self._max_draft_tokens
-
-    def _wait_of(self, generation: Generation, step_s: float, since: float, alone: bool) -> _Wait | None:
-        """How long the sequence alone would wait; None if it has nothing to wait for, `since` if it is served."""
-        drafter = self._drafters.get(generation.drafter)
-        limit = self._limit_of(generation)
-        if drafter is None or limit == 0 or drafter.timing.turnaround_s is None or drafter.suspended_until is not None:
-            return None
-        turnaround_s, gap_s = drafter.timing.turnaround_s, drafter.timing.next_gap_s
-        served = _Wait(drafter.link, since, turnaround_s, has_none=False)
-        rate, pending = generation.acceptance.rate, len(generation.guesses)
-        if self._runs_ahead:
-            worth = num_worth_ahead(rate, gap_s, step_s, limit)
-            if alone and not pending and not pays_to_wait(rate, generation.expected_at - since, gap_s, step_s, worth, limit):
-                return served
-        else:
-            worth = num_worth_in_lock_step(rate, turnaround_s, gap_s, step_s, limit)
-        if pending >= worth or drafter.idle or drafter.vain_waits:
-            return served
-        overdue = generation.expected_at + (worth - pending - 1) * gap_s + _SLACK * (turnaround_s if not pending else gap_s)
-        return _Wait(drafter.link, overdue, turnaround_s, has_none=pending == 0)
-
     def _join(self, drafter: Drafter, proposal: Proposal, step: int, now: float, overlapped: bool) -> None:
         counters, size = drafter.counters, len(proposal.token_ids)
         counters.received += size
@@ -252,16 +179,7 @@ class Speculation:
         if overlapped:
             counters.joined_while_computing += joined.num_joined
         if joined.agrees:
-            self._measure(generation, drafter, joined.num_joined, now)
-
-    @staticmethod
-    def _measure(generation: Generation, drafter: Drafter, num_joined: int, now: float) -> None:
-        drafter.vain_waits = 0
-        # What arrived during a step is looked at after its commit: the times decide whether a commit came between two pieces.
-        if num_joined and generation.joined_at is not None and not generation.joined_at < generation.committed_at <= now:
-            drafter.timing.observe_gap((now - generation.joined_at) / num_joined)
-        generation.joined_at = now
-        generation.expected_at = max(generation.expected_at, now + drafter.timing.next_gap_s)
+            self._pacing.guesses_came(generation, drafter, joined.num_joined, now, overlapped)
 
     def _served_by(self, drafter: Drafter) -> list[Generation]:
         return [self._live[number] for number in sorted(drafter.sequences) if number in self._live]
@@ -281,7 +199,7 @@ class Speculation:
                 mode=generation.request.mode,
                 sampling=rules.sampling,
                 draft_seed=generation.draft_seed,
-                window=self._window_of(generation, drafter),
+                window=self._pacing.window(generation, drafter),
                 suppressed_ids=rules.suppressed_ids,
                 suppressed_until=rules.suppressed_until,
             )
@@ -293,14 +211,3 @@ class Speculation:
         drafter.sequences.discard(generation.number)
         drafter.begins = [begin for begin in drafter.begins if begin.sequence != generation.number]
         drafter.commits = [commit for commit in drafter.commits if commit.sequence != generation.number]
-
-    def _limit_of(self, generation: Generation) -> int:
-        return min(self._max_draft_tokens, generation.request.max_draft_tokens, generation.room)
-
-    def _window_of(self, generation: Generation, drafter: Drafter) -> int:
-        window = min(self._window, generation.room)
-        if self._runs_ahead or self._step_s is None or drafter.timing.turnaround_s is None:
-            return window
-        timing, limit = drafter.timing, self._limit_of(generation)
-        worth = num_worth_in_lock_step(generation.acceptance.rate, drafter.timing.turnaround_s, timing.next_gap_s, self._step_s, limit)
-        return worth or int(limit > 0 and generation.num_generated % _PROBE_EVERY == 0)
