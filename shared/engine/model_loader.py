@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.logging import disable_progress_bar
 
 from shared.engine.attention import IMPLEMENTATION, register
 from shared.engine.kv_cache import LayerShape
@@ -79,6 +80,7 @@ def load(name_or_dir: str, dtype: str = "auto", device: str = "cpu", on_progress
         check_config(config)
         check_class(_model_class(config))
     register()
+    disable_progress_bar()  # progress goes through the callback; bars would tear the log
     on_progress(0.1, "reading the weights")
     try:
         outcome: Any = AutoModelForCausalLM.from_pretrained(
