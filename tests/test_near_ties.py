@@ -24,10 +24,11 @@ NUM_TOKENS = 40
 
 
 def exact_logits(model: LoadedModel, text: list[int]) -> torch.Tensor:
-    wide = copy.deepcopy(model.model).to(torch.float64)
+    wide = copy.deepcopy(model.model).double()
     wide.set_attn_implementation("eager")
     with torch.inference_mode():
-        return wide(torch.tensor([text]), use_cache=False).logits[0, -1]
+        logits: torch.Tensor = wide(torch.tensor([text]), use_cache=False).logits
+    return logits[0, -1]
 
 
 def texts(model: LoadedModel, temperature: float, with_drafter: bool) -> dict[str, list[int]]:

@@ -80,7 +80,7 @@ def load(name_or_dir: str, dtype: str = "auto", device: str = "cpu", on_progress
         check_config(config)
         check_class(_model_class(config))
     register()
-    disable_progress_bar()  # progress goes through the callback; bars would tear the log
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # progress goes through the callback; bars would tear the log
     on_progress(0.1, "reading the weights")
     try:
         outcome: Any = AutoModelForCausalLM.from_pretrained(
