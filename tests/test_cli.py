@@ -201,7 +201,9 @@ def test_a_services_help_lists_its_settings(run: Run, service: str, flag: str) -
 
 def test_a_reader_that_goes_away_leaves_no_traceback(server: ScriptedServer) -> None:
     server.script = [WHOLE[0], *[output("word " * 200, 1)] * 2000, WHOLE[-1]]
-    command = [sys.executable, "-m", "client.cli", "generate", "Hi", "--address", server.address]
+    # A shell's background jobs, and all that they start, ignore SIGINT; a terminal's do not.
+    attended = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from client.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", attended, "generate", "Hi", "--address", server.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -213,7 +215,9 @@ def test_a_reader_that_goes_away_leaves_no_traceback(server: ScriptedServer) -> 
 
 def test_an_interrupt_cancels_the_call_and_is_exit_code_130(server: ScriptedServer) -> None:
     server.script, server.hangs = WHOLE[:2], True
-    command = [sys.executable, "-m", "client.cli", "generate", "Hi", "--address", server.address]
+    # A shell's background jobs, and all that they start, ignore SIGINT; a terminal's do not.
+    attended = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from client.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", attended, "generate", "Hi", "--address", server.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.read(3) == "Hel"

@@ -1,11 +1,11 @@
 import hashlib
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from shared.default_model import DEFAULT_TARGET, resolve
 from shared.errors import InvalidRequest, UnsupportedModel
 from shared.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tiny_tokenizers import BOS, PLAIN_ADDED, byte_fallback_backend, byte_level_backend, pretrained
@@ -154,9 +154,8 @@ def test_threads_may_share_a_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.real_model
-@pytest.mark.skipif("OUTRIDER_TEST_MODEL" not in os.environ, reason="OUTRIDER_TEST_MODEL names no model directory")
 def test_a_real_model_is_read() -> None:
-    tokenizer = load_tokenizer(os.environ["OUTRIDER_TEST_MODEL"])
+    tokenizer = load_tokenizer(resolve(DEFAULT_TARGET))
     assert tokenizer.decode(tokenizer.encode("fn main() { 🦜 }")) == "fn main() { 🦜 }"
     assert "hello" in tokenizer.decode(tokenizer.render_chat([{"role": "user", "content": "hello"}]))
     assert max(tokenizer.encode("any text")) < tokenizer.vocab_size

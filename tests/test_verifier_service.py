@@ -221,7 +221,7 @@ async def test_a_frame_that_the_engine_cannot_deal_with_ends_its_link_alone():
         closed: list[str] = []
         bad = service.verifier.attach(hello("bad"), lambda batch: None, closed.append)
         service.verifier.attach(hello("good"), lambda batch: None, lambda reason: closed.append("wrong one"))
-        service.verifier.receive(bad, ProposalBatch("not a number", 0.0, (), False))
+        service.verifier.receive(bad, ProposalBatch(1, 0.0, (Proposal([], 0, 0, (1,)),), False))  # no such number can be looked up
         await service.until(lambda: len(service.verifier.drafters()) == 1)
         await service.until(lambda: closed != [])
         assert closed == ["the verifier could not deal with what this link has sent"]
