@@ -69,4 +69,6 @@ def test_texts_part_only_where_two_tokens_score_nearly_the_same(dtype: torch.dty
         # Each of the two runs is off by about `rounding`, for each of the two tokens.
         assert (scores[0] - scores[1]).abs() <= 4 * rounding
     assert num_compared > NUM_REQUESTS * NUM_TOKENS / 2
+    if dtype is torch.bfloat16:
+        assert num_parted > 0, "no text parted, so nothing was checked"
     assert num_parted / num_compared < (0.05 if dtype is torch.bfloat16 else 0.001)

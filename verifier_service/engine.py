@@ -1,8 +1,9 @@
 """The verifier's step: schedule, expand, forward, contract, verify, commit. It knows no gRPC and no text; clocks are passed in."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import structlog
 
 from shared.engine.block_allocator import BlockAllocator
 from shared.engine.model_runner import ModelRunner
@@ -18,7 +19,7 @@ from verifier_service.stats import StepStats
 from verifier_service.stopping import find_stop
 from verifier_service.verdict import Verdict
 
-_log = logging.getLogger(__name__)
+_log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class Engine:
         try:
             return self._scoring.score(plan) if plan else []
         except Exception:  # the step's boundary: a fault in the model fails who was in the step, never the engine
-            _log.exception("step failed", extra={"requests": [part.generation.request.request_id for part in plan]})
+            _log.exception("step failed", request_ids=[part.generation.request.request_id for part in plan])
             return [EngineFailure("the step failed")] * len(plan)
 
     def _commit(self, plan: Sequence[Scheduled], verdicts: Sequence[Scores], now: float) -> list[tuple[int, Emission]]:
