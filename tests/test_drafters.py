@@ -10,7 +10,7 @@ def hello(name: str, capacity: int = 4, modes: tuple[Mode, ...] = (Mode.COUPLED,
 
 
 def told(drafter, step: int, now: float) -> None:
-    drafter.commits.append(Commit(1, 1, 0, (1,), 8))
+    drafter.commits[1] = Commit(1, 1, 0, (1,), 8)
     drafter.take_batch(step, now)
 
 

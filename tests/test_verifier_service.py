@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
+import structlog
 
 from shared.engine.block_allocator import BlockAllocator
 from shared.engine.model_runner import ModelRunner
@@ -250,9 +251,11 @@ async def test_a_step_that_fails_fails_who_was_in_it_and_the_engine_goes_on(monk
             raise RuntimeError("the device is out of memory")
 
         monkeypatch.setattr(service.runner, "forward", fail_once)
-        async with service.verifier.open(ask("r")) as emissions:
-            failed = [emission async for emission in emissions]
+        with structlog.testing.capture_logs() as lines:
+            async with service.verifier.open(ask("r")) as emissions:
+                failed = [emission async for emission in emissions]
         assert isinstance(failed[-1].error, EngineFailure)
+        assert [line["request_ids"] for line in lines if line["event"] == "step failed"] == [["r"]]
         assert await collect(service.verifier, ask("s")) == ORACLE.tokens(ask("s"))
         assert service.allocator.num_free == NUM_BLOCKS
 

@@ -82,6 +82,7 @@ class Drafter:
         vain_waits: waits in a row that brought no guess that fits.
         suspended_until: set while its circuit is open: when one sequence may be tried again.
         acceptance: of its guesses, over all sequences: what a new sequence is expected to do.
+        begins: what it is to be told of sequences, by number, once the step ends; likewise `commits` and `ends`.
     """
 
     link: int
@@ -97,9 +98,9 @@ class Drafter:
     timing: Timing = field(default_factory=Timing)
     acceptance: Acceptance = field(default_factory=Acceptance)
     counters: LinkCounters = field(default_factory=LinkCounters)
-    begins: list[Begin] = field(default_factory=list)
-    commits: list[Commit] = field(default_factory=list)
-    ends: list[End] = field(default_factory=list)
+    begins: dict[int, Begin] = field(default_factory=dict)
+    commits: dict[int, Commit] = field(default_factory=dict)
+    ends: dict[int, End] = field(default_factory=dict)
 
     @property
     def free(self) -> int:
@@ -115,8 +116,8 @@ class Drafter:
         """What it is to be told of this step; None if nothing."""
         if not (self.begins or self.commits or self.ends):
             return None
-        batch = StepBatch(step, tuple(self.begins), tuple(self.commits), tuple(self.ends))
-        self.begins, self.commits, self.ends = [], [], []
+        batch = StepBatch(step, tuple(self.begins.values()), tuple(self.commits.values()), tuple(self.ends.values()))
+        self.begins, self.commits, self.ends = {}, {}, {}
         if batch.begins or batch.commits:  # an end alone asks for no answer
             self.told.append((step, now))
             if self.owing_since is None:

@@ -109,7 +109,7 @@ class Speculation:
         for drafter in self._drafters.suspend_hung(now):
             for generation in self._served_by(drafter):
                 self._unassign(generation, drafter)
-                drafter.ends.append(End(generation.number, EndReason.REASSIGNED))
+                drafter.ends[generation.number] = End(generation.number, EndReason.REASSIGNED)
         for generation in self._live.values():
             if generation.drafter is None and generation.wants_drafter and generation.room > 0:
                 request = generation.request
@@ -134,10 +134,11 @@ class Speculation:
         if rewind:
             generation.guesses.clear()
             generation.lost = False
-        if any(begin.sequence == generation.number for begin in drafter.begins):
+        if generation.number in drafter.begins:
             self._begin(generation, drafter)  # not told yet: tell it with these tokens
         else:
-            drafter.commits.append(Commit(generation.number, base_length, accepted, token_ids, self._pacing.window(generation, drafter), rewind))
+            window = self._pacing.window(generation, drafter)
+            drafter.commits[generation.number] = Commit(generation.number, base_length, accepted, token_ids, window, rewind)
 
     def verified(self, generation: Generation, accepted: int, drafted: int) -> None:
         """A round is committed."""
@@ -153,7 +154,7 @@ class Speculation:
         if drafter is not None:
             self._unassign(generation, drafter)
             # Also if it has not been told of a begin yet: it may know the sequence from an earlier one.
-            drafter.ends.append(End(generation.number, reason))
+            drafter.ends[generation.number] = End(generation.number, reason)
 
     def flush(self, now: float) -> None:
         """Tells each drafter what has changed for it since the last time."""
@@ -187,27 +188,29 @@ class Speculation:
     def _begin(self, generation: Generation, drafter: Drafter) -> None:
         generation.guesses.clear()
         generation.lost, generation.cut_step = False, self._step + 1
-        drafter.begins = [begin for begin in drafter.begins if begin.sequence != generation.number]
-        drafter.commits = [commit for commit in drafter.commits if commit.sequence != generation.number]
-        drafter.ends = [end for end in drafter.ends if end.sequence != generation.number]
+        self._take_back(generation, drafter)
+        drafter.ends.pop(generation.number, None)
         rules = generation.rules
-        drafter.begins.append(
-            Begin(
-                sequence=generation.number,
-                prompt_length=rules.prompt_length,
-                token_ids=tuple(generation.committed),
-                mode=generation.request.mode,
-                sampling=rules.sampling,
-                draft_seed=generation.draft_seed,
-                window=self._pacing.window(generation, drafter),
-                suppressed_ids=rules.suppressed_ids,
-                suppressed_until=rules.suppressed_until,
-            )
+        drafter.begins[generation.number] = Begin(
+            sequence=generation.number,
+            prompt_length=rules.prompt_length,
+            token_ids=tuple(generation.committed),
+            mode=generation.request.mode,
+            sampling=rules.sampling,
+            draft_seed=generation.draft_seed,
+            window=self._pacing.window(generation, drafter),
+            suppressed_ids=rules.suppressed_ids,
+            suppressed_until=rules.suppressed_until,
         )
 
     def _unassign(self, generation: Generation, drafter: Drafter) -> None:
         generation.guesses.clear()
         generation.drafter = None
         drafter.sequences.discard(generation.number)
-        drafter.begins = [begin for begin in drafter.begins if begin.sequence != generation.number]
-        drafter.commits = [commit for commit in drafter.commits if commit.sequence != generation.number]
+        self._take_back(generation, drafter)
+
+    @staticmethod
+    def _take_back(generation: Generation, drafter: Drafter) -> None:
+        """What has not been told of the sequence yet is not to be told any more."""
+        drafter.begins.pop(generation.number, None)
+        drafter.commits.pop(generation.number, None)
