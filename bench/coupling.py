@@ -1,6 +1,6 @@
 """How often a draft is right, exactly: on given texts, the chance of acceptance under each rule, from both models' distributions.
 
-    python -m bench.coupling --target DIR --draft DIR --texts FILE    (FILE: what `python -m bench.pair --json` wrote)
+    python -m bench.coupling --target DIR --draft DIR --texts FILE    (FILE: what `outrider bench --temperature 1 --texts --json FILE` wrote)
 
 Per position of the texts: sum of min(p, q), the best that any rule can reach (the ratio test reaches it), and the probability that two
 Gumbel races with the same noise have the same winner, sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x) (Daliri, Musco, Suresh 2024).
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.prompts import CODE_PROMPTS
 from shared.tokenizer import load_tokenizer
 
 
@@ -54,20 +53,21 @@ def main() -> None:
     arguments = parser.parse_args()
     tokenizer = load_tokenizer(arguments.target)
     models = [AutoModelForCausalLM.from_pretrained(name, dtype="auto") for name in (arguments.target, arguments.draft)]
-    for result in json.loads(Path(arguments.texts).read_text())["results"]:
-        temperature = result["temperature"]
-        if temperature == 0:
-            continue
-        overlaps, couplings = [], []
-        for prompt, run in zip(CODE_PROMPTS, result["pair"], strict=True):
-            prompt_ids = tokenizer.render_chat([{"role": "user", "content": prompt}])
-            token_ids = [*prompt_ids, *run["token_ids"]]
-            target, draft = (_probabilities(model, token_ids, len(prompt_ids), tokenizer.vocab_size, temperature) for model in models)
-            overlaps.append(overlap(target, draft))
-            couplings.append(coupled(target, draft))
-        positions = torch.cat(overlaps)
-        best, with_noise = positions.mean(), torch.cat(couplings).mean()
-        print(f"T={temperature:g}, {len(positions)} positions: mean sum min(p, q) {best:.4f}, mean coupled probability {with_noise:.4f}")
+    record = json.loads(Path(arguments.texts).read_text())
+    temperature = record["settings"]["request"]["temperature"]
+    if temperature == 0:
+        parser.error("at temperature 0 nothing is drawn: --texts needs a run with --temperature above 0")
+    overlaps, couplings = [], []
+    for run in record["cells"][0]["arms"]["draft"]["runs"]:
+        for prompt_ids, generated_ids in zip(run["prompt_ids"], run["texts"], strict=True):
+            if generated_ids:
+                token_ids = [*prompt_ids, *generated_ids]
+                target, draft = (_probabilities(model, token_ids, len(prompt_ids), tokenizer.vocab_size, temperature) for model in models)
+                overlaps.append(overlap(target, draft))
+                couplings.append(coupled(target, draft))
+    positions = torch.cat(overlaps)
+    best, with_noise = positions.mean(), torch.cat(couplings).mean()
+    print(f"T={temperature:g}, {len(positions)} positions: mean sum min(p, q) {best:.4f}, mean coupled probability {with_noise:.4f}")
 
 
 if __name__ == "__main__":

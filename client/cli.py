@@ -14,6 +14,8 @@ from rich.console import Console
 from typer.exceptions import TyperException
 
 from client import options as flags
+from client.bench.command import HELP as BENCH_HELP
+from client.bench.command import BenchCommand, bench_command
 from shared import logs
 from shared.errors import OutriderError, Unavailable
 
@@ -116,6 +118,8 @@ def generate_command(
     no_speculation: flags.NoSpeculation = False,
     max_draft_tokens: flags.MaxDraftTokens = None,
     drafter: flags.Drafter = None,
+    priority: flags.Priority = None,
+    tenant: flags.Tenant = None,
     request_id: flags.RequestId = None,
     deadline_s: flags.Deadline = 600.0,
 ) -> None:
@@ -146,6 +150,8 @@ def chat_command(
     mode: flags.ModeName = None,
     no_speculation: flags.NoSpeculation = False,
     max_draft_tokens: flags.MaxDraftTokens = None,
+    priority: flags.Priority = None,
+    tenant: flags.Tenant = None,
     deadline_s: flags.Deadline = 600.0,
 ) -> None:
     """Talk to the model."""
@@ -192,6 +198,9 @@ def demo_command(
     from client.demo import run_demo
 
     asyncio.run(run_demo(target, draft, max_tokens, Console(stderr=True, highlight=False)))
+
+
+app.command("bench", cls=BenchCommand, help=BENCH_HELP)(bench_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -93,7 +93,8 @@ class Client:
             deadline_s: seconds after which the call is given up.
             options: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `logit_bias`
                 (addend by token id), `seed`; `max_tokens`, `min_tokens`, `stop` (list of strings), `stop_token_ids`, `ignore_eos`;
-                `max_draft_tokens` (0 turns speculation off), `preferred_drafter`. Ranges are in generate.proto; None is unset.
+                `max_draft_tokens` (0 turns speculation off), `preferred_drafter`; `priority`, `tenant`. Ranges are in generate.proto;
+                None is unset.
 
         Returns:
             An async iterator of parts that cancels the call when it is closed or dropped; `result` has the whole once it is exhausted.

@@ -33,6 +33,7 @@ class Usage:
         rounds: verifications with at least one draft token.
         drafted_tokens: draft tokens scored, up to the one that ended the request.
         accepted_tokens: of those, the accepted ones.
+        cached_prompt_tokens: tokens of the prompt that were not computed, because an earlier request of the same tenant had begun with them.
     """
 
     prompt_tokens: int
@@ -40,6 +41,7 @@ class Usage:
     rounds: int
     drafted_tokens: int
     accepted_tokens: int
+    cached_prompt_tokens: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -16,6 +16,7 @@ _MODES = {
 _SAMPLING = frozenset(generate_pb2.Sampling.DESCRIPTOR.fields_by_name)
 _STOPPING = frozenset(generate_pb2.Stopping.DESCRIPTOR.fields_by_name)
 _SPECULATION = frozenset(generate_pb2.Speculation.DESCRIPTOR.fields_by_name)
+_ORDER = frozenset({"priority", "tenant"})
 _REASONS = {
     generate_pb2.FINISH_REASON_LENGTH: "length",
     generate_pb2.FINISH_REASON_EOS: "eos",
@@ -34,14 +35,14 @@ def to_request(
         mode: None leaves it to the server.
         request_id: None leaves it to the server.
         resume_token_ids: tokens that an earlier, broken call already delivered.
-        options: fields of `Sampling`, `Stopping` and `Speculation` by name; None leaves one unset.
+        options: fields of `Sampling`, `Stopping` and `Speculation`, `priority` and `tenant`, by name; None leaves one unset.
 
     Raises:
         TypeError: an option that no message has.
         InvalidRequest: a value that its field cannot carry, e.g. a negative token id.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    if unknown := given.keys() - _SAMPLING - _STOPPING - _SPECULATION:
+    if unknown := given.keys() - _SAMPLING - _STOPPING - _SPECULATION - _ORDER:
         raise TypeError(f"unknown option: {', '.join(sorted(unknown))}")
     request = generate_pb2.GenerateRequest()
     _set_prompt(request, prompt)
@@ -52,6 +53,8 @@ def to_request(
     ):
         for name in given.keys() & names:
             _set(message, name, given[name], f"{path}.{name}")
+    for name in given.keys() & _ORDER:
+        _set(request, name, given[name], name)
     if mode is not None:
         try:
             request.mode = _MODES[Mode(mode)]
@@ -78,6 +81,7 @@ def to_ending(finished: generate_pb2.Finished) -> tuple[str, str | int | None, U
         rounds=finished.usage.rounds,
         drafted_tokens=finished.usage.drafted_tokens,
         accepted_tokens=finished.usage.accepted_tokens,
+        cached_prompt_tokens=finished.usage.cached_prompt_tokens,
     )
     return _REASONS.get(finished.reason, "unknown"), matched, usage
 

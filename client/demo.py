@@ -1,7 +1,6 @@
 """The demonstration: both services on free ports, one generation that lookup helps, what it took, an orderly end. It measures nothing new."""
 
 import asyncio
-import socket
 import sys
 from collections.abc import Mapping
 
@@ -14,7 +13,7 @@ from client.render import summarise
 from client.scrape import scrape
 from client.streaming import stream_text
 from client.supervisor import Supervisor
-from client.up import children, line_writer, show_loading
+from client.up import children, free_ports, line_writer, show_loading
 from shared.errors import OutriderError
 
 _TEXT = (
@@ -94,7 +93,7 @@ def metrics_table(of_verifier: Mapping[str, float], of_draft: Mapping[str, float
 
 
 def _plan(target: str | None, draft: str | None) -> Pair:
-    verifier_link, verifier_door, verifier_metrics, draft_door, draft_metrics = (f"127.0.0.1:{port}" for port in _free_ports(5))
+    verifier_link, verifier_door, verifier_metrics, draft_door, draft_metrics = (f"127.0.0.1:{port}" for port in free_ports(5))
     to_verifier = ["--listen", verifier_door, "--link", verifier_link, "--metrics", verifier_metrics, "--log-level", "warning"]
     to_draft = ["--listen", draft_door, "--metrics", draft_metrics, "--log-level", "error"]  # while the verifier loads, nobody answers: no news
     return plan(
@@ -102,18 +101,6 @@ def _plan(target: str | None, draft: str | None) -> Pair:
         [*to_draft, *([f"--draft={draft}"] if draft else [])],
         ["log-format=console"],
     )
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that are free now; all are held until the last is found, so that they differ."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 async def wait_for_drafter(client: Client) -> None:

@@ -37,6 +37,8 @@ MaxDraftTokens = Annotated[
     int | None, typer.Option(min=0, help="Most draft tokens in one step.", show_default="the server's", rich_help_panel=_SPECULATION)
 ]
 Drafter = Annotated[str | None, typer.Option(help="Draft service to prefer, by name or instance id.", rich_help_panel=_SPECULATION)]
+Priority = Annotated[int | None, typer.Option(help="-100 to 100; higher goes first.", show_default="0", rich_help_panel=_SPECULATION)]
+Tenant = Annotated[str | None, typer.Option(help="Whose request it is: tenants share the model fairly.", rich_help_panel=_SPECULATION)]
 RequestId = Annotated[str | None, typer.Option(help="Name in the server's logs.", show_default="random", rich_help_panel=_SPECULATION)]
 
 

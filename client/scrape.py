@@ -15,7 +15,16 @@ async def scrape(address: str) -> dict[str, float]:
     Raises:
         OSError: it cannot be read.
     """
-    return read_samples(await asyncio.to_thread(_fetch, address))
+    return read_samples(await scrape_text(address))
+
+
+async def scrape_text(address: str) -> str:
+    """http://`address`/metrics as it is.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return await asyncio.to_thread(_fetch, address)
 
 
 def read_samples(text: str) -> dict[str, float]:
@@ -25,6 +34,16 @@ def read_samples(text: str) -> dict[str, float]:
         for sample in family.samples:
             if not sample.name.endswith("_bucket"):
                 samples[sample.name] += sample.value
+    return dict(samples)
+
+
+def read_by_label(text: str, name: str, label: str) -> dict[str, float]:
+    """Samples of one name by the value of one label, added up over the others."""
+    samples: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name and label in sample.labels:
+                samples[sample.labels[label]] += sample.value
     return dict(samples)
 
 

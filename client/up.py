@@ -61,6 +61,18 @@ def check_addresses_are_free(pair: Pair) -> None:
                 raise CannotListen(f"cannot listen on {address}: {os.strerror(error.errno or 0)}. Does another `outrider up` run?") from None
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now; all are held until the last is found, so that they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
 def line_writer(console: Console, plain: bool = False) -> Write:
     """What writes a child's line behind its name in its colour; `plain`: as it is, for lines of JSON, which name their service."""
 

@@ -23,8 +23,22 @@ class DraftConfig(ServiceConfig):
     draft: DraftName = setting("", "Draft model. Without one, guesses are looked up in the text itself (n-grams).", DRAFTING, "none")
     ngram_min: int = setting(2, "Shortest n-gram that is looked up.", DRAFTING, ge=1, le=16)
     ngram_max: int = setting(4, "Longest n-gram that is looked up; the longest match wins.", DRAFTING, ge=1, le=16)
+    min_confidence: float = setting(
+        0.0,
+        "A draft model that is less sure of a guess adds none after it until the next commit; 0 never stops. It is its share in the noisy race for"
+        " the token. Requests in rejection mode are not affected: there it would bias their text.",
+        DRAFTING,
+        ge=0,
+        le=1,
+    )
     capacity: int = setting(64, "Most sequences to draft for at once.", DRAFTING, ge=1, le=4096)
 
+    weights: Literal["native", "int8"] = setting(
+        "native",
+        "Weights of the draft model's linear layers: as stored, or rounded to 8 bits when it is loaded (CPU only). Rounding costs no exactness, only"
+        " a little acceptance: guesses are verified.",
+        MODEL,
+    )
     kv_memory_fraction: float = setting(0.2, "Share of the device's free memory for KV blocks, where `kv_blocks` is 0.", MODEL, ge=0.01, le=0.95)
 
     verifier: Address = setting("127.0.0.1:50051", "Address of `VerifierService`: where `Generate` calls are passed on to.", SERVING)

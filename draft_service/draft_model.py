@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draft_service.confidence import confidence
 from draft_service.proposer import CannotServe, Guess
 from draft_service.stats import ProposerStats
 from draft_service.tail import DraftSequence, count_matching
@@ -26,10 +27,14 @@ from shared.sampling import Mode, Pick
 
 @dataclass(slots=True)
 class _Cache:
-    """KV of one sequence; `kv.token_ids` are the tokens it was computed for, those below `settled` are committed and cannot change."""
+    """KV of one sequence; `kv.token_ids` are the tokens it was computed for, those below `settled` are committed and cannot change.
+
+    While `num_cuts` is the sequence's own, all of them are the beginning of its text.
+    """
 
     kv: CachedSequence
     settled: int = 0
+    num_cuts: int = 0
 
 
 class DraftModel:
@@ -39,11 +44,13 @@ class DraftModel:
         runner: runs the draft model, over a KV pool that is this proposer's alone.
         allocator: hands out the blocks of that pool.
         max_step_tokens: most tokens fed in one forward, unless there are more sequences; long prompts are fed over several.
+        min_confidence: guesses that the model is less sure of (see `draft_service.confidence`) are marked as doubted; 0 marks none, and
+            costs nothing. Drawn guesses are never doubted.
     """
 
     modes = (Mode.COUPLED, Mode.REJECTION)
 
-    def __init__(self, runner: ModelRunner, allocator: BlockAllocator, max_step_tokens: int = 512) -> None:
+    def __init__(self, runner: ModelRunner, allocator: BlockAllocator, max_step_tokens: int = 512, min_confidence: float = 0.0) -> None:
         self.stats = ProposerStats(free_blocks=allocator.num_free)
         self._model = runner.model
         self._runner = runner
@@ -51,6 +58,7 @@ class DraftModel:
         # What the pool cannot hold even alone is as hopeless as what the model was not made for.
         self._max_model_len = min(runner.model.max_model_len, allocator.num_blocks * allocator.block_size)
         self._max_step_tokens = max_step_tokens
+        self._min_confidence = min_confidence
         self._caches: dict[int, _Cache] = {}  # oldest first
 
     @property
@@ -82,42 +90,49 @@ class DraftModel:
         answers: list[list[Guess] | None] = [[] for _ in requests]
         if not able:
             return answers
-        sequences = [requests[index][0] for index in able]
-        caches = [self._caches[sequence.number] for sequence in sequences]
+        caches = [self._caches[requests[index][0].number] for index in able]
         self._reserve(caches)
-        sizes = self._share_out([len(cache.kv.token_ids) - cache.kv.kv_len for cache in caches])
+        missing = [len(cache.kv.token_ids) - cache.kv.kv_len for cache in caches]
+        sizes = self._share_out(missing)
         spans = [_span(cache.kv, size) for cache, size in zip(caches, sizes, strict=True)]
         logits = self._runner.forward(spans)
         for cache, size in zip(caches, sizes, strict=True):
             cache.kv.kv_len += size
         self._count_forward(sizes)
 
-        caught_up = [position for position, span in enumerate(spans) if span.num_logits]
-        guesses = _guess(logits, [sequences[position] for position in caught_up])
-        for index in able:
-            answers[index] = None
-        for position, guess in zip(caught_up, guesses, strict=True):
-            answers[able[position]] = [] if guess is None else [guess]
-            self.stats.unusable_rows += guess is None
+        caught_up = [index for index, size, lacking in zip(able, sizes, missing, strict=True) if size == lacking]
+        guesses = self._guess(logits, [requests[index][0] for index in caught_up])
+        if len(able) > len(caught_up):
+            for index in able:
+                answers[index] = None
+        for index, guess in zip(caught_up, guesses, strict=True):
+            if guess is None:
+                answers[index] = []
+                self.stats.unusable_rows += 1
+            else:
+                answers[index] = [guess]
         return answers
 
     def _align(self, sequence: DraftSequence) -> bool:
         """Rewinds the KV to the first token that is not the text's; False if the text leaves the model no position for a guess."""
         cache = self._caches[sequence.number]
-        if len(sequence.committed) >= self._max_model_len:
+        num_committed, length, known = len(sequence.committed), sequence.length, cache.kv.token_ids
+        if num_committed >= self._max_model_len:
             raise CannotServe(sequence.number, f"longer than the {self._max_model_len} tokens that the draft model and its KV can take")
-        if sequence.length >= self._max_model_len:
+        if length >= self._max_model_len:
             return False
-        known = cache.kv.token_ids[cache.settled :]
-        text = sequence.committed[cache.settled :] + sequence.tail
-        num_kept = count_matching(known, text)
-        added = text[num_kept:]
+        if cache.num_cuts != sequence.num_cuts:
+            num_kept = cache.settled + count_matching(known[cache.settled :], sequence.text_from(cache.settled))
+            del known[num_kept:]
+            cache.num_cuts = sequence.num_cuts
+        num_kept = len(known)
+        added = sequence.text_from(num_kept)
         if added and max(added) >= self._model.vocab_size:
             raise CannotServe(sequence.number, f"token {max(added)} is none of the draft model's {self._model.vocab_size}")
-        cache.kv.token_ids[cache.settled + num_kept :] = added
+        known += added
         # The last token is fed in any case: its logits are what is wanted.
-        cache.kv.rewind(min(cache.settled + num_kept, sequence.length - 1))
-        cache.settled = len(sequence.committed)
+        cache.kv.rewind(min(num_kept, length - 1))
+        cache.settled = num_committed
         return True
 
     def _reserve(self, caches: Sequence[_Cache]) -> None:
@@ -129,6 +144,8 @@ class DraftModel:
 
     def _share_out(self, missing: Sequence[int]) -> list[int]:
         """How many of its missing tokens each sequence is fed: at least one, and the shortest first, so that a long prompt delays nobody."""
+        if sum(missing) <= self._max_step_tokens:
+            return list(missing)
         spare = max(0, self._max_step_tokens - len(missing))
         sizes = [1] * len(missing)
         for index in sorted(range(len(missing)), key=missing.__getitem__):
@@ -136,6 +153,32 @@ class DraftModel:
             sizes[index] += more
             spare -= more
         return sizes
+
+    def _guess(self, logits: Tensor, sequences: Sequence[DraftSequence]) -> list[Guess | None]:
+        """One guess per row, None where what the request's rules make of the logits is not finite.
+
+        Args:
+            logits: [num_sequences, draft vocabulary], which may be narrower or wider than the target's.
+            sequences: whose rows they are.
+        """
+        if not sequences:
+            return []
+        picks = [sequence.pick for sequence in sequences]
+        scores = process(logits, picks)
+        drawn = [row for row, sequence in enumerate(sequences) if sequence.is_drawn]
+        if not drawn:
+            return _pick(scores, picks, self._min_confidence)
+        if len(drawn) == len(picks):
+            return _draw(scores, picks)
+        picked = [row for row, sequence in enumerate(sequences) if not sequence.is_drawn]
+        guesses: list[Guess | None] = [None] * len(picks)
+        for rows, made in (
+            (picked, _pick(scores[picked], [picks[row] for row in picked], self._min_confidence)),
+            (drawn, _draw(scores[drawn], [picks[row] for row in drawn])),
+        ):
+            for row, guess in zip(rows, made, strict=True):
+                guesses[row] = guess
+        return guesses
 
     def _count_forward(self, sizes: Sequence[int]) -> None:
         self.stats.forwards += 1
@@ -152,39 +195,28 @@ def _span(kv: CachedSequence, size: int) -> Span:
     return Span(kv.token_ids[kv.kv_len : end], kv.kv_len, kv.block_table, num_logits=int(end == len(kv.token_ids)))
 
 
-def _guess(logits: Tensor, sequences: Sequence[DraftSequence]) -> list[Guess | None]:
-    """One guess per row, None where what the request's rules make of the logits is not finite.
-
-    Args:
-        logits: [num_sequences, draft vocabulary], which may be narrower or wider than the target's.
-        sequences: whose rows they are.
-    """
-    picks = [Pick(sequence.rules, sequence.key, sequence.committed, sequence.tail) for sequence in sequences]
-    is_drawn = [_is_drawn(sequence) for sequence in sequences]
-    scores = process(logits, picks)
-    usable = [row for row, is_finite in enumerate(finite_rows(scores).tolist()) if is_finite]
-    guesses: list[Guess | None] = [None] * len(sequences)
-    for choose, rows in ((_pick, [row for row in usable if not is_drawn[row]]), (_draw, [row for row in usable if is_drawn[row]])):
-        if rows:
-            chosen = scores if len(rows) == len(sequences) else scores[rows]  # [num_rows, draft vocabulary]
-            for row, guess in zip(rows, choose(chosen, [picks[row] for row in rows]), strict=True):
-                guesses[row] = guess
-    return guesses
+def _pick(scores: Tensor, picks: Sequence[Pick], min_confidence: float) -> list[Guess | None]:
+    """The best token of every row with the noise of its pick; None where the scores are not finite."""
+    # Everything crosses from the device at once: each crossing waits for all that was started before it.
+    columns = [torch.where(finite_rows(scores), pick_best(scores, picks), -1)]
+    if min_confidence > 0.0:
+        columns.append(confidence(scores, picks, columns[0]) < min_confidence)
+        ids, doubted = torch.stack(columns).tolist()
+        return [Guess(token_id, is_doubted=bool(is_doubted)) if token_id >= 0 else None for token_id, is_doubted in zip(ids, doubted, strict=True)]
+    return [Guess(token_id) if token_id >= 0 else None for token_id in columns[0].tolist()]
 
 
-def _is_drawn(sequence: DraftSequence) -> bool:
-    # Coupled guesses share the verifier's noise, greedy ones have none: both are functions of the text.
-    return sequence.mode is Mode.REJECTION and not sequence.rules.sampling.is_greedy
-
-
-def _pick(scores: Tensor, picks: Sequence[Pick]) -> list[Guess]:
-    return [Guess(token_id) for token_id in pick_best(scores, picks).tolist()]
-
-
-def _draw(scores: Tensor, picks: Sequence[Pick]) -> list[Guess]:
+def _draw(scores: Tensor, picks: Sequence[Pick]) -> list[Guess | None]:
+    """A draw from every row, with what it was drawn from; None where the scores are not finite."""
+    guesses: list[Guess | None] = [None] * len(picks)
+    usable = finite_rows(scores).nonzero()[:, 0].tolist()
+    if not usable:
+        return guesses
     # Rounded to its wire form first, then drawn from: the ratio test needs the distribution that was really sampled.
-    distributions = to_wire(scores)
+    distributions = to_wire(scores if len(usable) == len(picks) else scores[usable])
     _, weights = pad(distributions)
-    positions = torch.tensor([pick.position for pick in picks])
-    places = invert(weights, uniforms(key_tensor(pick.key for pick in picks), positions)).tolist()
-    return [Guess(distribution.token_ids[place], distribution) for distribution, place in zip(distributions, places, strict=True)]
+    drawn = [picks[row] for row in usable]
+    places = invert(weights, uniforms(key_tensor(pick.key for pick in drawn), torch.tensor([pick.position for pick in drawn])))
+    for row, distribution, place in zip(usable, distributions, places.tolist(), strict=True):
+        guesses[row] = Guess(distribution.token_ids[place], distribution)
+    return guesses

@@ -4,7 +4,7 @@ It owns the sequences' state between a StepBatch and the guesses that follow fro
 how frames travel.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
@@ -28,18 +28,23 @@ class Drafter:
         proposer: makes the guesses.
         capacity: most sequences served at once; a Begin beyond it is declined.
         clock: monotonic seconds.
+        on_step: told of each call of the proposer: the seconds it took, and the tokens that its model was fed.
     """
 
-    def __init__(self, proposer: Proposer, capacity: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, proposer: Proposer, capacity: int, clock: Callable[[], float], on_step: Callable[[float, int], None] = lambda seconds, num_fed: None
+    ) -> None:
         self.capacity = capacity
         self.stats = DrafterStats(proposer=proposer.stats)
         self._proposer = proposer
         self._clock = clock
+        self._on_step = on_step
         self._welcome: Welcome | None = None
         self._sequences: dict[int, DraftSequence] = {}
         self._resynced_at: dict[int, float] = {}  # lost sequences: when a Begin was last asked for
         self._declined: dict[int, None] = {}  # an ordered set: commits for these may still be on their way
         self._notices: list[FromDrafter] = []
+        self._resting: dict[int, None] = {}  # an ordered set: sequences of which the next ProposalBatch tells that nothing more comes
         self._step = 0
         self._seconds = 0.0  # drafting time that no ProposalBatch has told yet
         self._answered_at = 0.0  # when the last ProposalBatch went out, or when one came due
@@ -67,6 +72,7 @@ class Drafter:
         self._resynced_at.clear()
         self._declined.clear()
         self._notices.clear()
+        self._resting.clear()
         self._step, self._seconds, self._has_told_idle = 0, 0.0, True
 
     def apply(self, batch: StepBatch) -> None:
@@ -104,16 +110,19 @@ class Drafter:
             Declines and resyncs that are due, then at most one ProposalBatch with the new guesses of all sequences.
         """
         started = self._clock() if now is None else now
+        num_steps, num_fed = self.stats.steps, self.stats.proposer.fed_tokens
         proposals = self._propose()
         finished = self._clock()
         self._seconds += finished - started
-        self.stats.draft_seconds += finished - started
+        if self.stats.steps > num_steps:
+            self._on_step(finished - started, self.stats.proposer.fed_tokens - num_fed)
         frames, self._notices = self._notices, []
-        is_idle = not self._requests()
-        is_news = is_idle and not self._has_told_idle
+        is_idle = not self._limit or not any(sequence.room for sequence in self._sequences.values())
+        is_news = self._resting or (is_idle and not self._has_told_idle)
         is_overdue = not is_idle and finished - self._answered_at >= _SIGN_OF_LIFE_S
         if proposals or is_news or is_overdue:
-            frames.append(ProposalBatch(self._step, self._seconds, tuple(proposals), is_idle))
+            frames.append(ProposalBatch(self._step, self._seconds, tuple(proposals), is_idle, tuple(self._resting)))
+            self._resting.clear()
             self._seconds, self._answered_at, self._has_told_idle = 0.0, finished, is_idle
         return frames
 
@@ -153,6 +162,10 @@ class Drafter:
             return
         self.stats.guesses_matched += settlement.matched
         self.stats.guesses_dropped += settlement.dropped
+        if sequence.has_nothing_to_add:  # the doubted guess is still there
+            self._resting[sequence.number] = None
+        else:
+            self._resting.pop(sequence.number, None)
 
     def _propose(self) -> list[Proposal]:
         while requests := self._requests():
@@ -171,22 +184,34 @@ class Drafter:
                     self._decline(sequence.number, _FAILED)
                 continue
             self.stats.steps += 1
-            proposals = []
-            for (sequence, _), guesses in answers:
-                sequence.is_resting = guesses is not None and not guesses
-                if guesses:
-                    proposals.append(_extend(sequence, guesses))
-                    self.stats.guesses_sent += len(guesses)
-            return proposals
+            return self._extend_all(answers)
         return []
+
+    def _extend_all(self, answers: Iterable[tuple[tuple[DraftSequence, int], Sequence[Guess] | None]]) -> list[Proposal]:
+        proposals = []
+        for (sequence, _), guesses in answers:
+            if guesses:
+                proposals.append(_extend(sequence, guesses))
+                self.stats.guesses_sent += len(guesses)
+                self.stats.guesses_doubted += guesses[-1].is_doubted
+            sequence.is_resting = guesses is not None and not guesses
+            if sequence.has_nothing_to_add:
+                self._resting[sequence.number] = None
+                self.stats.rests += 1
+        return proposals
+
+    @property
+    def _limit(self) -> int:
+        return self._welcome.max_proposal_tokens if self._welcome else 0
 
     def _requests(self) -> list[tuple[DraftSequence, int]]:
         """The sequences that can go on, each with the most guesses that it takes now."""
-        limit = self._welcome.max_proposal_tokens if self._welcome else 0
+        limit = self._limit
         return [(sequence, room) for sequence in self._sequences.values() if (room := min(sequence.room, limit))]
 
     def _forget(self, number: int) -> None:
         sequence = self._sequences.pop(number, None)
+        self._resting.pop(number, None)
         if sequence is not None:
             try:
                 self._proposer.close(sequence)
@@ -219,7 +244,7 @@ class Drafter:
 def _extend(sequence: DraftSequence, guesses: Sequence[Guess]) -> Proposal:
     start, digest = sequence.length, sequence.digest
     token_ids = tuple(guess.token_id for guess in guesses)
-    sequence.extend(token_ids)
+    sequence.extend(token_ids, guesses[-1].is_doubted)
     # Drawn guesses go with what they were drawn from, all or none: a proposer draws for a sequence or it does not.
     distributions = tuple(guess.distribution for guess in guesses if guess.distribution is not None)
     return Proposal(sequence.number, start, digest, token_ids, distributions)

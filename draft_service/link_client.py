@@ -13,10 +13,12 @@ import grpc
 import structlog
 from outrider.v1 import link_pb2, link_pb2_grpc
 
+from draft_service.merging import take_next
 from shared.errors import HandshakeRefused, OutriderError, ProtocolViolation, Unavailable
 from shared.link import FromDrafter, FromVerifier, Goodbye, Heartbeat, Hello, StepBatch, Welcome
 from shared.rpc.convert_link import to_speculate_request
 from shared.rpc.convert_step import PieceJoiner
+from shared.rpc.patience import Patience
 from shared.rpc.status import from_rpc_error
 
 # In the draft service's own health: whether it is attached.
@@ -165,33 +167,37 @@ class LinkClient:
     async def _receive(self, call: _Call, link: "_OpenLink") -> str:
         """Passes on what the verifier says until its goodbye; returns why it went."""
         joiner = PieceJoiner()
-        welcome = await self._read(call, joiner)
-        if not isinstance(welcome, Welcome):
-            raise ProtocolViolation("the verifier's first frame is no welcome")
-        self._drafting.attach(welcome, link.send)
-        self._change_state(LinkState(True))
-        while True:
-            frame = await self._read(call, joiner)
-            match frame:
-                case StepBatch():
-                    self._drafting.apply(frame)
-                case Heartbeat(reply=True):
-                    seconds = link.round_trip(frame)
-                    if seconds is not None:
-                        self._on_round_trip(seconds)
-                case Heartbeat():
-                    link.send((Heartbeat(frame.sent_ns, reply=True),))
-                case Goodbye():
-                    return f"the verifier has said goodbye: {frame.reason}"
-                case Welcome():
-                    raise ProtocolViolation("the verifier has sent a second welcome")
+        with Patience(self._silence_s) as patience:
+            welcome = await self._read(call, joiner, patience)
+            if not isinstance(welcome, Welcome):
+                raise ProtocolViolation("the verifier's first frame is no welcome")
+            self._drafting.attach(welcome, link.send)
+            self._change_state(LinkState(True))
+            while True:
+                frame = await self._read(call, joiner, patience)
+                match frame:
+                    case StepBatch():
+                        self._drafting.apply(frame)
+                    case Heartbeat(reply=True):
+                        seconds = link.round_trip(frame)
+                        if seconds is not None:
+                            self._on_round_trip(seconds)
+                    case Heartbeat():
+                        link.send((Heartbeat(frame.sent_ns, reply=True),))
+                    case Goodbye():
+                        return f"the verifier has said goodbye: {frame.reason}"
+                    case Welcome():
+                        raise ProtocolViolation("the verifier has sent a second welcome")
 
-    async def _read(self, call: _Call, joiner: PieceJoiner) -> FromVerifier:
+    async def _read(self, call: _Call, joiner: PieceJoiner, patience: Patience) -> FromVerifier:
+        patience.starts()
         try:
-            async with asyncio.timeout(self._silence_s):
-                message = await call.read()
-        except TimeoutError:
-            raise Unavailable("LINK_SILENT", f"nothing was heard from the verifier for {self._silence_s:g} seconds") from None
+            message = await call.read()
+        except asyncio.CancelledError:
+            if patience.has_ended:
+                raise Unavailable("LINK_SILENT", f"nothing was heard from the verifier for {self._silence_s:g} seconds") from None
+            raise
+        patience.stops()
         if not isinstance(message, link_pb2.SpeculateResponse):  # the end of the stream
             raise Unavailable("VERIFIER_UNREACHABLE", "the verifier has ended the link without a goodbye")
         return joiner.parse(message)
@@ -246,7 +252,7 @@ class _OpenLink:
             while True:
                 self._news.clear()
                 while self._outgoing:
-                    frame = self._outgoing.popleft()
+                    frame = take_next(self._outgoing)
                     await self._call.write(to_speculate_request(frame))
                     if isinstance(frame, Goodbye):
                         await self._call.done_writing()

@@ -19,19 +19,23 @@ from draft_service.metrics import DraftMetrics
 from draft_service.ngram import NgramProposer
 from draft_service.proposer import Proposer
 from draft_service.servicer import SERVICE_NAME, DraftServicer
+from draft_service.stand_in import StandInProposer
 from shared import logs
 from shared.default_model import resolve
 from shared.engine.pool import PoolConfig, load_pool
+from shared.engine.thread import settle_interpreter
 from shared.errors import EngineFailure
 from shared.link import PROTOCOL_REVISION, Hello
 from shared.rpc.channel import open_channel
 from shared.rpc.exposition import exposition
 from shared.rpc.guards import Gate
-from shared.rpc.health import Health
+from shared.rpc.health import Health, watch_engine
 from shared.rpc.interceptors import CallInterceptor
 from shared.rpc.options import GENERATE_MAX_MESSAGE_BYTES, LINK_MAX_MESSAGE_BYTES
 from shared.rpc.server import bind, make_server, run_until_signal
 from shared.rpc.serving_metrics import ServingMetrics
+from shared.simulation import parse as parse_simulation
+from shared.stand_in_tokenizer import stand_in_tokenizer
 from shared.tokenizer import load_tokenizer
 
 _WATCH_S = 1.0
@@ -70,6 +74,9 @@ async def _serve(config: DraftConfig) -> None:
 
 def _load(config: DraftConfig) -> tuple[Proposer, str]:
     """The proposer, and the fingerprint of its tokenizer; empty if it needs none."""
+    if config.simulate:
+        _log.warning("simulation: there is no model, and guesses are right by chance", simulate=config.simulate)
+        return StandInProposer(parse_simulation(config.simulate)), stand_in_tokenizer().fingerprint
     if config.proposer == "ngram":
         return NgramProposer(config.ngram_min, config.ngram_max), ""
 
@@ -88,9 +95,10 @@ def _load(config: DraftConfig) -> tuple[Proposer, str]:
         config.capacity,
         0,
         config.threads,
+        config.weights,
     )
     pool = load_pool(pool_config, tell)
-    return DraftModel(pool.runner, pool.allocator), tokenizer.fingerprint
+    return DraftModel(pool.runner, pool.allocator, min_confidence=config.min_confidence), tokenizer.fingerprint
 
 
 async def _serve_loaded(
@@ -103,11 +111,12 @@ async def _serve_loaded(
     proposer: Proposer,
     fingerprint: str,
 ) -> None:
+    settle_interpreter()
     metrics = DraftMetrics(registry)
     metrics.set_build_info(
         version=version("outrider"), protocol_revision=str(PROTOCOL_REVISION), proposer=proposer.name, tokenizer=fingerprint[:12] or "none"
     )
-    drafter = Drafter(proposer, config.capacity, time.monotonic)
+    drafter = Drafter(proposer, config.capacity, time.monotonic, metrics.observe_step)
     crashes: list[BaseException] = []
 
     def die(error: BaseException) -> None:
@@ -142,7 +151,11 @@ async def _serve_loaded(
         try:
             async with asyncio.TaskGroup() as tasks:  # if one of them ends by itself, all end, and so does the process
                 attachment = tasks.create_task(link.run())
-                watches = (_watch(engine, drafter, metrics, health), _watch_link(link, link_changed, health), serving.watch_loop())
+                watches = (
+                    watch_engine(lambda: engine.age_s, _STALL_TIMEOUT_S, health, lambda: metrics.observe(drafter.stats), _WATCH_S),
+                    _watch_link(link, link_changed, health),
+                    serving.watch_loop(),
+                )
                 watching = [tasks.create_task(watch) for watch in watches]
                 try:
                     await run_until_signal([door], health, gate, config.drain_grace_s, link.stop)
@@ -156,19 +169,6 @@ async def _serve_loaded(
             raise EngineFailure("a part of the draft service has failed; the log says which") from failures
     if crashes:
         raise EngineFailure("the engine has stopped by itself; the log says why")
-
-
-async def _watch(engine: DraftEngine, drafter: Drafter, metrics: DraftMetrics, health: Health) -> None:
-    """Tells metrics how the drafter stands, and health whether its engine shows itself."""
-    serving = True
-    while True:
-        await asyncio.sleep(_WATCH_S)
-        metrics.observe(drafter.stats)
-        healthy = engine.age_s < _STALL_TIMEOUT_S
-        if healthy is not serving:
-            serving = healthy
-            _log.warning("engine shows itself again" if healthy else "engine has stalled", age_s=round(engine.age_s, 1))
-            await health.set_serving(healthy)
 
 
 async def _watch_link(link: LinkClient, changed: asyncio.Event, health: Health) -> None:

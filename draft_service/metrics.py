@@ -1,7 +1,7 @@
 """The draft service's Prometheus metrics, on a registry that is passed in. docs/metrics.md says what each one means.
 
-Fed with plain numbers: `DrafterStats`, which only grow, after each step, and what the link's client tells. Acceptance rates are
-not known here: what is scored is the verifier's choice, and only the verifier counts it.
+Fed with plain numbers: `DrafterStats`, which only grow, now and then, what the drafter tells of each step, on its thread, and what the link's client
+tells. Acceptance rates are not known here: what is scored is the verifier's choice, and only the verifier counts it.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,15 @@ RECONNECT_REASONS = ("goodbye", "loading", "lost", "refused", "silent", "unreach
 BLOCK_STATES = ("free", "used", "cached")
 
 _STEP_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+_FED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LINK_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 _TOTALS = {  # of DrafterStats, then of its ProposerStats
     "guesses_sent": "Guesses handed to the link.",
     "guesses_matched": "Of those, the ones that the target's tokens later equalled, scored or not.",
     "guesses_dropped": "Of those, the ones taken back: contradicted, rewound, or of a sequence that ended.",
+    "guesses_doubted": "Of those sent, the ones after which drafting stopped, because the draft was not sure enough of them.",
+    "rests": "Times that a sequence had nothing to add before its next commit: after a doubted guess, or because there was none to be made.",
     "resyncs": "Sequences asked for anew, because this side had lost track.",
     "declines": "Sequences refused.",
     "failures": "Calls of the proposer that failed by its own fault; the log says why.",
@@ -50,6 +53,7 @@ class DraftMetrics:
         self._step = Histogram(
             f"{_PREFIX}draft_step_seconds", "Calls of the proposer: one guess more for every sequence.", buckets=_STEP_S, registry=registry
         )
+        self._fed = Histogram(f"{_PREFIX}draft_forward_tokens", "Tokens of a call of the draft model.", buckets=_FED_TOKENS, registry=registry)
         self._totals = {name: counter(name, text) for name, text in (_TOTALS | _PROPOSER_TOTALS).items()}
         self._sequences = Gauge(f"{_PREFIX}draft_sequences", "Sequences drafted for.", registry=registry)
         blocks = Gauge(f"{_PREFIX}draft_kv_blocks", "KV blocks of the draft model, by state.", ("state",), registry=registry)
@@ -62,8 +66,6 @@ class DraftMetrics:
         reconnects = Counter(f"{_PREFIX}draft_reconnects", "Ends of the link that were followed by a new attempt.", ("reason",), registry=registry)
         self._reconnects = {reason: reconnects.labels(reason=reason) for reason in RECONNECT_REASONS}
         self._seen: dict[str, int] = dict.fromkeys(self._totals, 0)
-        self._seen_steps = 0
-        self._seen_seconds = 0.0
 
     def set_build_info(self, *, version: str, protocol_revision: str, proposer: str, tokenizer: str) -> None:
         """Tells what runs here, once; `tokenizer` is a fingerprint or its beginning."""
@@ -80,10 +82,15 @@ class DraftMetrics:
             self._raise_to(name, getattr(stats, name))
         for name in _PROPOSER_TOTALS:
             self._raise_to(name, getattr(stats.proposer, name))
-        self._observe_steps(stats.steps, stats.draft_seconds)
         self._sequences.set(stats.sequences)
         self._blocks["free"].set(stats.proposer.free_blocks)
         self._blocks["used"].set(stats.proposer.used_blocks)
+
+    def observe_step(self, seconds: float, num_fed: int) -> None:
+        """Takes a call of the proposer: its time, and the tokens that its model was fed, 0 without one. Safe from any thread."""
+        self._step.observe(seconds)
+        if num_fed:
+            self._fed.observe(num_fed)
 
     def set_attached(self, attached: bool) -> None:
         """Tells whether the link is up."""
@@ -100,10 +107,3 @@ class DraftMetrics:
     def _raise_to(self, name: str, total: int) -> None:
         self._totals[name].inc(max(0, total - self._seen[name]))
         self._seen[name] = max(total, self._seen[name])
-
-    def _observe_steps(self, steps: int, seconds: float) -> None:
-        num_new = steps - self._seen_steps
-        for _ in range(num_new):
-            self._step.observe((seconds - self._seen_seconds) / num_new)
-        if num_new > 0:
-            self._seen_steps, self._seen_seconds = steps, seconds

@@ -29,10 +29,17 @@ class CannotServe(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A token, and the distribution that it was really drawn from; None: the token is a function of the text before it."""
+    """A token that may follow.
+
+    Args:
+        token_id: which.
+        distribution: what it was really drawn from; None: it is a function of the text before it.
+        is_doubted: it is so unlikely to be right that none should be made after it; only the last of a sequence's guesses may be.
+    """
 
     token_id: int
     distribution: Distribution | None = None
+    is_doubted: bool = False
 
 
 class Proposer(Protocol):

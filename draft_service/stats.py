@@ -31,10 +31,11 @@ class DrafterStats:
     Args:
         sequences: sequences drafted for now.
         steps: calls of the proposer.
-        draft_seconds: time spent in them.
         guesses_sent: guesses handed to the link.
         guesses_matched: of those, the ones that the target's tokens later equalled, scored or not.
         guesses_dropped: of those, the ones taken back from the tail: contradicted, rewound, or of a sequence that ended.
+        guesses_doubted: of those sent, the ones after which drafting stopped, because the draft was less sure of them than it should be.
+        rests: times that a sequence had nothing to add before the next commit, after such a guess or because there was none to be made.
         resyncs: new Begins asked for.
         declines: sequences refused.
         failures: calls of the proposer that failed by its own fault.
@@ -43,10 +44,11 @@ class DrafterStats:
 
     sequences: int = 0
     steps: int = 0
-    draft_seconds: float = 0.0
     guesses_sent: int = 0
     guesses_matched: int = 0
     guesses_dropped: int = 0
+    guesses_doubted: int = 0
+    rests: int = 0
     resyncs: int = 0
     declines: int = 0
     failures: int = 0

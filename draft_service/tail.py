@@ -10,7 +10,7 @@ from shared.digest import extend
 from shared.errors import OutriderError
 from shared.link import Begin, Commit
 from shared.noise import derive_key, noise_key
-from shared.sampling import Mode, TokenRules
+from shared.sampling import Mode, Pick, TokenRules
 
 
 class LostTrack(OutriderError):
@@ -52,6 +52,11 @@ class DraftSequence:
         committed: the target's tokens, prompt included.
         tail: guesses after them.
         is_resting: the proposer has nothing to add until the next commit.
+        is_drawn: its guesses are draws of their own, so what they were drawn from goes with them. Coupled guesses share the verifier's noise,
+            greedy ones have none: both are functions of the text.
+        pick: how the next guess is picked. It follows the text by itself.
+        digest: of committed + tail.
+        num_cuts: how often guesses were taken out of the text; between two cuts the text only grows.
     """
 
     number: int
@@ -63,14 +68,18 @@ class DraftSequence:
     committed: list[int]
     tail: list[int] = field(default_factory=list)
     is_resting: bool = False
-    key: int = field(init=False)
+    is_drawn: bool = field(init=False)
+    pick: Pick = field(init=False)
     digest: int = field(init=False)
+    num_cuts: int = field(init=False, default=0)
     _committed_digest: int = field(init=False)
     _num_rewinds: int = field(init=False, default=0)
+    _is_last_doubted: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """Walks the digest over what is known."""
-        self.key = self._derive_key()
+        self.is_drawn = self.mode is Mode.REJECTION and not self.rules.sampling.is_greedy
+        self.pick = self._new_pick()
         self.digest = self._committed_digest = extend(extend(0, self.committed), self.tail)
 
     @classmethod
@@ -93,15 +102,33 @@ class DraftSequence:
     @property
     def room(self) -> int:
         """How many guesses may be added now."""
-        if self.is_resting:
+        if self.has_nothing_to_add:
             return 0
-        return max(0, min(self.window - len(self.tail), self.max_length - self.length))
+        num_guesses = len(self.tail)
+        return max(0, min(self.window - num_guesses, self.max_length - len(self.committed) - num_guesses))
 
-    def extend(self, token_ids: Iterable[int]) -> None:
-        """Adds guesses that are about to be sent."""
+    @property
+    def has_nothing_to_add(self) -> bool:
+        """Whether no guess will follow before the next commit, however wide the window."""
+        return self.is_resting or (self._is_last_doubted and bool(self.tail))
+
+    def text_from(self, position: int) -> list[int]:
+        """Committed tokens and guesses from `position` on."""
+        num_committed = len(self.committed)
+        return self.tail[position - num_committed :] if position >= num_committed else self.committed[position:] + self.tail
+
+    def extend(self, token_ids: Iterable[int], is_doubted: bool = False) -> None:
+        """Adds guesses that are about to be sent.
+
+        Args:
+            token_ids: the guesses.
+            is_doubted: the last of them is so unlikely that none is added after it, until it is committed or gone.
+        """
         added = list(token_ids)
         self.tail += added
         self.digest = extend(self.digest, added)
+        # In rejection mode a stop that depends on a drawn token makes what comes after it, or comes late, depend on it too. That is biased.
+        self._is_last_doubted = is_doubted and self.mode is Mode.COUPLED
 
     def settle(self, commit: Commit) -> Settlement:
         """Takes the target's tokens; what the tail foresaw leaves its head, at the first difference all of it goes.
@@ -135,21 +162,23 @@ class DraftSequence:
             del self.tail[:matched]
             return Settlement(matched, 0)
         # A tail that was shorter than the commit and agreed with it has been used up, not contradicted.
-        dropped = len(self.tail) - matched
-        self.tail.clear()
-        self.digest = self._committed_digest
-        return Settlement(matched, dropped)
+        return Settlement(matched, self._cut(matched))
 
     def _rewind(self) -> int:
-        dropped = len(self.tail)
+        self._num_rewinds += 1
+        self.pick = self._new_pick()
+        return self._cut(0)
+
+    def _cut(self, num_settled: int) -> int:
+        """Empties the tail, whose first `num_settled` guesses are committed by now; returns how many are lost."""
+        dropped = len(self.tail) - num_settled
+        self.num_cuts += dropped > 0
         self.tail.clear()
         self.digest = self._committed_digest
-        self._num_rewinds += 1
-        self.key = self._derive_key()
         return dropped
 
-    def _derive_key(self) -> int:
+    def _new_pick(self) -> Pick:
         # Coupled: the verifier's own noise, whatever happens to the tail. Rejection: a draw that was lost is made anew with fresh noise.
-        if self.mode is Mode.COUPLED:
-            return noise_key(self.draft_seed)
-        return derive_key(self.draft_seed, "guess", self._num_rewinds)
+        is_coupled = self.mode is Mode.COUPLED
+        key = noise_key(self.draft_seed) if is_coupled else derive_key(self.draft_seed, "guess", self._num_rewinds)
+        return Pick(self.rules, key, self.committed, self.tail)

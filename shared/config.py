@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.address import split_address
 from shared.errors import OutriderError
+from shared.simulation import parse as parse_simulation
 
 PREFIX = "OUTRIDER_"
 
@@ -60,11 +61,17 @@ def _check_file(path: Path | None) -> Path | None:
     return path
 
 
+def _check_simulation(text: str) -> str:
+    parse_simulation(text)
+    return text
+
+
 Address = Annotated[str, AfterValidator(_check_address), Accepts("host:port")]
 OptionalAddress = Annotated[str, AfterValidator(lambda address: address and _check_address(address)), Accepts("host:port, or empty for off")]
 OptionalFile = Annotated[Path | None, BeforeValidator(lambda path: path or None), AfterValidator(_check_file), Accepts("the path of a file")]
 Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$"), Accepts("auto, cpu, cuda or cuda:N")]
 ModelName = Annotated[str, StringConstraints(min_length=1), Accepts("a hub id, directory or alias")]
+SimulationText = Annotated[str, AfterValidator(_check_simulation), Accepts("NAME=VALUE,..., or empty for off")]
 DisplayName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,64}$"), Accepts("1 to 64 of A-Z a-z 0-9 . _ : -")]
 
 
@@ -84,6 +91,13 @@ class ServiceConfig(BaseSettings):
     threads: int = setting(0, "CPU threads of the engine; 0 uses every core.", MODEL, ge=0, le=1024)
 
     loop: Literal["uvloop", "asyncio"] = setting("uvloop", "Event loop.", PROCESS)
+    simulate: SimulationText = setting(
+        "",
+        "For benchmarks: no model, but a stand-in that takes the time that it is told, e.g. `target-ms=30,row-ms=0.1,draft-ms=2,"
+        "draft-seq-ms=0.02,acceptance=0.5:0.9`. Its text means nothing.",
+        PROCESS,
+        "off",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severe log lines to write.", PROCESS)
     log_format: Literal["console", "json"] = setting("console", "Log lines for people or for machines. Never prompt text in either.", PROCESS)
 

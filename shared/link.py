@@ -112,12 +112,21 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class ProposalBatch:
-    """Guesses for any number of sequences, made after `step` was applied; `idle`: nothing more until the next StepBatch."""
+    """Guesses for any number of sequences, made after `step` was applied.
+
+    Args:
+        step: number of the last StepBatch that was.
+        draft_seconds: what they took.
+        proposals: the guesses.
+        idle: nothing more follows for any sequence until the next StepBatch.
+        resting: sequences for which nothing more follows until a commit names them, though others go on.
+    """
 
     step: int
     draft_seconds: float
     proposals: tuple[Proposal, ...]
     idle: bool
+    resting: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

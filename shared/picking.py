@@ -3,22 +3,22 @@
 It does not know which model the logits come from, nor whether a row follows committed tokens or guesses.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from shared.noise import GUMBEL_MAX, gumbel, key_tensor
+from shared.noise import gumbel, key_tensor
 from shared.penalties import penalise
-from shared.sampling import Pick
+from shared.race import UNUSABLE_ID, find_best, find_winners
+from shared.sampling import Pick, TokenRules
 from shared.truncation import truncate
 
+__all__ = ["UNUSABLE_ID", "finite_rows", "pick_best", "pick_tokens", "pick_usable", "probabilities", "process", "search_all"]
+
 _EXCLUDED = float("-inf")
-# Beyond any rounding error of a score: what the bound excludes cannot win even so.
-_SLACK = 0.01
-# Noise is made in tiles that stay in a core's cache, and for single tokens where few can win.
-_TILE_ELEMENTS = 32_768
-_DENSE_ABOVE = 0.1
+# Where there is no faster way, noise is made in tiles of so many tokens.
+_TILE_ELEMENTS = 1 << 20
 
 
 def process(logits: Tensor, picks: Sequence[Pick]) -> Tensor:
@@ -32,17 +32,33 @@ def process(logits: Tensor, picks: Sequence[Pick]) -> Tensor:
         picks: one per row.
 
     Returns:
-        [R, V] float32 or wider; -inf where a token is excluded. Suppression that would leave a row no token at all is lifted.
+        [R, N]: ids that no row's vocabulary has are cut off. -inf where a token is excluded. Suppression that would leave a row no token
+        at all is lifted. Float32 or wider; but where no row asks for anything, the logits themselves, as they are.
     """
+    if not picks:
+        return logits
+    all_rules = _all_rules(picks)
+    num_ids = min(logits.shape[-1], max(rules.vocab_size for rules in all_rules))
+    logits = logits[:, :num_ids]
+    suppresses = any(rules.suppressed_ids for rules in all_rules) and any(map(_suppressed_ids, picks))
+    if not suppresses and not any(_is_asking(rules, num_ids) for rules in all_rules):
+        return logits
     scores = torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device).copy_(logits)
-    penalise(scores, picks)
-    _add_bias(scores, picks)
-    _mask(scores, picks)
-    _heat(scores, picks)
-    rows = [row for row, pick in enumerate(picks) if pick.rules.sampling.truncates and not pick.rules.sampling.is_greedy]
+    if any(rules.sampling.has_penalties for rules in all_rules):
+        penalise(scores, picks)
+    if any(rules.sampling.logit_bias for rules in all_rules):
+        _add_bias(scores, picks)
+    _mask(scores, picks, all_rules)
+    if any(_divisor(rules) != 1.0 for rules in all_rules):
+        scores.div_(torch.tensor([_divisor(pick.rules) for pick in picks], dtype=scores.dtype, device=scores.device)[:, None])
+    rows = [row for row, pick in enumerate(picks) if _is_truncating(pick.rules)] if any(map(_is_truncating, all_rules)) else []
     if rows:
         samplings = [picks[row].rules.sampling for row in rows]
-        scores[rows] = truncate(scores[rows], [s.top_k for s in samplings], [s.top_p for s in samplings], [s.min_p for s in samplings])
+        limits = [s.top_k for s in samplings], [s.top_p for s in samplings], [s.min_p for s in samplings]
+        chosen = scores if len(rows) == len(picks) else scores[rows]
+        truncate(chosen, *limits)
+        if chosen is not scores:
+            scores[rows] = chosen
     return scores
 
 
@@ -71,15 +87,24 @@ def pick_best(scores: Tensor, picks: Sequence[Pick]) -> Tensor:
     Returns:
         As `pick_tokens`.
     """
-    # torch.max, unlike most of torch, promises the first of equal maxima: the lowest id.
-    best_ids = scores.max(-1).indices
-    rows = [row for row, pick in enumerate(picks) if not pick.rules.sampling.is_greedy]
-    if rows:
-        keys = key_tensor((picks[row].key for row in rows), scores.device)
-        positions = torch.tensor([picks[row].position for row in rows], device=scores.device)
-        everything = len(rows) == len(picks)
-        best_ids[rows] = _best_with_noise(scores if everything else scores[rows], best_ids[rows], keys, positions)
-    return best_ids
+    return pick_usable(scores, picks).clamp_min_(0)
+
+
+def pick_usable(scores: Tensor, picks: Sequence[Pick]) -> Tensor:
+    """As `pick_best`, but `UNUSABLE_ID` where `finite_rows` is false: so one transfer from the device tells both."""
+    all_rules = _all_rules(picks)
+    num_greedy = sum(rules.sampling.is_greedy for rules in all_rules)
+    if num_greedy == len(all_rules):
+        return _best(scores)
+    if not num_greedy:
+        return _best_with_noise(scores, picks)
+    rows: dict[bool, list[int]] = {True: [], False: []}
+    for row, pick in enumerate(picks):
+        rows[pick.rules.sampling.is_greedy].append(row)
+    token_ids = torch.empty(len(picks), dtype=torch.int64, device=scores.device)
+    token_ids[rows[True]] = _best(scores[rows[True]])
+    token_ids[rows[False]] = _best_with_noise(scores[rows[False]], [picks[row] for row in rows[False]])
+    return token_ids
 
 
 def probabilities(scores: Tensor, picks: Sequence[Pick]) -> Tensor:
@@ -114,11 +139,32 @@ def _add_bias(scores: Tensor, picks: Sequence[Pick]) -> None:
         scores.index_put_(_index(rows, ids, scores), torch.tensor(values, dtype=scores.dtype, device=scores.device), accumulate=True)
 
 
-def _mask(scores: Tensor, picks: Sequence[Pick]) -> None:
+def _all_rules(picks: Sequence[Pick]) -> Collection[TokenRules]:
+    """Each once: the rows of a sequence share theirs."""
+    return {id(pick.rules): pick.rules for pick in picks}.values()
+
+
+def _is_asking(rules: TokenRules, num_ids: int) -> bool:
+    """Whether these rules change logits of so many ids at all, but for suppression, which ends somewhere."""
+    sampling = rules.sampling
+    return bool(sampling.has_penalties or sampling.logit_bias or rules.vocab_size < num_ids or _divisor(rules) != 1.0 or _is_truncating(rules))
+
+
+def _is_truncating(rules: TokenRules) -> bool:
+    return rules.sampling.truncates and not rules.sampling.is_greedy
+
+
+def _divisor(rules: TokenRules) -> float:
+    return 1.0 if rules.sampling.is_greedy else rules.sampling.temperature
+
+
+def _mask(scores: Tensor, picks: Sequence[Pick], all_rules: Collection[TokenRules]) -> None:
     num_ids = scores.shape[-1]
-    for size in {pick.rules.vocab_size for pick in picks}:
+    for size in {rules.vocab_size for rules in all_rules}:
         if size < num_ids:
             scores[[row for row, pick in enumerate(picks) if pick.rules.vocab_size == size], size:] = _EXCLUDED
+    if not any(rules.suppressed_ids for rules in all_rules):
+        return
     suppressed = [(row, token_id) for row, pick in enumerate(picks) for token_id in _suppressed_ids(pick) if token_id < num_ids]
     if not suppressed:
         return
@@ -135,34 +181,34 @@ def _suppressed_ids(pick: Pick) -> tuple[int, ...]:
     return pick.rules.suppressed_ids if pick.position < pick.rules.suppressed_until else ()
 
 
-def _heat(scores: Tensor, picks: Sequence[Pick]) -> None:
-    temperatures = [1.0 if pick.rules.sampling.is_greedy else pick.rules.sampling.temperature for pick in picks]
-    if any(temperature != 1.0 for temperature in temperatures):
-        scores.div_(torch.tensor(temperatures, dtype=scores.dtype, device=scores.device)[:, None])
+def _best(scores: Tensor) -> Tensor:
+    if scores.device.type == "cpu":
+        return find_best(scores)
+    # torch.max, unlike most of torch, promises the first of equal maxima: the lowest id.
+    best = scores.max(-1)
+    return torch.where(best.values.isfinite(), best.indices, UNUSABLE_ID)
 
 
-def _best_with_noise(scores: Tensor, leaders: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """Noisy argmax. [R, V], and per row the best score's id, the key and the position, to [R] ids."""
-    # Noise is bounded: a token that cannot catch up with the leader's noisy score needs none of its own.
-    reached = scores.gather(1, leaders[:, None])[:, 0] + gumbel(keys, positions, leaders)
-    can_win = scores >= (reached - (GUMBEL_MAX + _SLACK))[:, None]
-    is_dense = can_win.sum(-1) > _DENSE_ABOVE * scores.shape[-1]
-    winners = leaders.clone()
-    dense_rows = is_dense.nonzero()[:, 0]
-    if len(dense_rows):
-        winners[dense_rows] = _search_all(scores[dense_rows], leaders[dense_rows], keys[dense_rows], positions[dense_rows])
-    rows, ids = (can_win & ~is_dense[:, None]).nonzero(as_tuple=True)
-    if len(rows):
-        totals = scores[rows, ids] + gumbel(keys[rows], positions[rows], ids)
-        best = torch.full_like(reached, _EXCLUDED).scatter_reduce_(0, rows, totals, "amax")
-        is_best = totals == best[rows]
-        winners.scatter_reduce_(0, rows[is_best], ids[is_best], "amin", include_self=False)
-    return winners
+def _best_with_noise(scores: Tensor, picks: Sequence[Pick]) -> Tensor:
+    keys, positions = [pick.key for pick in picks], [pick.position for pick in picks]
+    if scores.device.type == "cpu":
+        return find_winners(scores, keys, positions)
+    return search_all(scores, key_tensor(keys, scores.device), torch.tensor(positions, device=scores.device))
 
 
-def _search_all(scores: Tensor, leaders: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    winners = leaders.clone()
-    best = torch.full(leaders.shape, _EXCLUDED, dtype=torch.float64, device=scores.device)
+def search_all(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """The plain definition, tile by tile, on any device: noise for every token, and the first of the best.
+
+    Args:
+        scores: [R, V]
+        keys: [R] int64 with the bits of uint64 keys.
+        positions: [R] int64
+
+    Returns:
+        [R] int64; `UNUSABLE_ID` where nothing can be picked.
+    """
+    winners = torch.zeros_like(positions)
+    best = torch.full(positions.shape, _EXCLUDED, dtype=torch.float64, device=scores.device)
     for start, end in _tiles(*scores.shape):
         ids = torch.arange(start, end, device=scores.device)
         top = gumbel(keys[:, None], positions[:, None], ids).add_(scores[:, start:end]).max(-1)
@@ -170,11 +216,11 @@ def _search_all(scores: Tensor, leaders: Tensor, keys: Tensor, positions: Tensor
         is_better = top.values > best
         best = torch.where(is_better, top.values, best)
         winners = torch.where(is_better, start + top.indices, winners)
-    return winners
+    return torch.where(finite_rows(scores), winners, UNUSABLE_ID)
 
 
 def _tiles(num_rows: int, num_ids: int) -> Iterator[tuple[int, int]]:
-    width = max(_TILE_ELEMENTS // num_rows, 256)
+    width = max(_TILE_ELEMENTS // max(num_rows, 1), 256)
     for start in range(0, num_ids, width):
         yield start, min(start + width, num_ids)
 

@@ -113,7 +113,7 @@ def _real_tokens(backend: Backend) -> list[tuple[int, str]]:
 
 def _fingerprint(tokens: Sequence[tuple[int, str]], backend: Backend) -> str:
     added = backend.get_added_tokens_decoder()
-    byte_of = _byte_alphabet() if _is_byte_level(backend) else {}
+    byte_of = byte_alphabet() if _is_byte_level(backend) else {}
     digest = hashlib.sha256()
     for token_id, token in tokens:
         as_bytes = token.encode("utf-8", "surrogatepass")
@@ -129,7 +129,7 @@ def _is_byte_level(backend: Backend) -> bool:
     return isinstance(backend.decoder, ByteLevel) or "ByteLevel(" in repr(backend.decoder)
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Which byte a character of a byte-level token stands for (GPT-2's alphabet): itself if printable Latin-1, else 256, 257, ... in order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = [byte for byte in range(256) if byte not in printable]

@@ -4,32 +4,87 @@ All three keep the best n tokens by (-score, id), for some n. So n is found on s
 found by comparing with the n-th value; among equals the lowest ids stay.
 """
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shared.row_chunks import Floats, map_chunks
+
 _EXCLUDED = float("-inf")
-# Sorted values to look at first for top-p, and how many times more if the nucleus holds more, as it seldom does.
+# Ids of a group, of which only the best is looked at first for top-k.
+_GROUP = 64
+# On a device: sorted values to look at first for top-p, and how many times more if the nucleus holds more, as it seldom does.
 _FIRST_LOOK = 1024
 _WIDER = 16
 
 
-def truncate(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]) -> Tensor:
-    """Excludes tokens by top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen et al. 2024), in that order.
+def truncate(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]) -> None:
+    """Excludes tokens by top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen et al. 2024), in that order, in place.
 
     Top-p keeps the smallest prefix of what top-k left whose share of the mass is at least p; at least one token always stays.
 
     Args:
-        scores: [R, V], not changed; -inf where a token is excluded already.
+        scores: [R, V] float32 or float64; -inf where a token is excluded already, and afterwards. Rows do not influence each other.
         top_k: per row; 0 keeps all.
         top_p: per row, in (0, 1]; 1 keeps all.
         min_p: per row, in [0, 1], relative to the best token's probability.
-
-    Returns:
-        [R, V], -inf where a token is excluded. Rows do not influence each other.
     """
-    scores = scores.clone()
+    if scores.device.type == "cpu":
+
+        def run(chunk: Floats, rows: slice) -> None:
+            for row, k, share, floor in zip(chunk, top_k[rows], top_p[rows], min_p[rows], strict=True):
+                _truncate_row(row, k, share, floor)
+
+        map_chunks(scores, run)
+    else:
+        truncate_on_device(scores, top_k, top_p, min_p)
+
+
+def _truncate_row(row: Floats, top_k: int, top_p: float, min_p: float) -> None:
+    num_ids, top = len(row), float(row.max())
+    if not math.isfinite(top):
+        return
+    floor = top + math.log(min_p) if min_p else _EXCLUDED
+    has_limit = 0 < top_k < num_ids
+    if not has_limit and top_p == 1.0:
+        row[row.astype(np.float64) < floor] = _EXCLUDED
+        return
+    total = 0.0
+    if has_limit:
+        ids = np.flatnonzero(row >= _bound_of_kth(row, top_k))
+    else:
+        weights = np.exp(row.astype(np.float64) - top)
+        total = float(weights.sum())
+        # All that is left out here is less than what may be left out.
+        ids = np.flatnonzero(weights >= (1.0 - top_p) * total / num_ids * 0.999)
+    values = row[ids]
+    num_kept = min(top_k, len(ids)) if has_limit else len(ids)
+    ordered = np.sort(values)[::-1][:num_kept]
+    if top_p < 1.0:
+        mass = np.cumsum(np.exp(ordered.astype(np.float64) - top))
+        num_kept = min(num_kept, 1 + int(np.count_nonzero(mass < top_p * (total or mass[-1]))))
+    last = ordered[num_kept - 1]
+    is_above = values > last
+    ties = np.flatnonzero(values == last)[: num_kept - np.count_nonzero(is_above)]
+    is_above[ties] = True
+    is_above &= values.astype(np.float64) >= floor
+    row.fill(_EXCLUDED)
+    row[ids[is_above]] = values[is_above]
+
+
+def _bound_of_kth(row: Floats, k: int) -> float:
+    """A score that at least k tokens reach, and seldom many more: the k-th best of the best of groups."""
+    num_groups = len(row) // _GROUP
+    if 4 * k <= num_groups:
+        row = row[: num_groups * _GROUP].reshape(_GROUP, num_groups).max(0)
+    return float(np.partition(row, len(row) - k)[len(row) - k])
+
+
+def truncate_on_device(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]) -> None:
+    """The same in torch, on any device."""
     num_ids = scores.shape[-1]
     limits = [k if 0 < k < num_ids else num_ids for k in top_k]
     rows = [row for row, limit in enumerate(limits) if limit < num_ids or top_p[row] < 1.0]
@@ -38,7 +93,6 @@ def truncate(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_p
     if any(min_p):
         floors = scores.amax(-1).double() + torch.tensor(min_p, dtype=torch.float64, device=scores.device).log()
         scores.masked_fill_(scores < floors[:, None], _EXCLUDED)
-    return scores
 
 
 def _keep_nucleus(scores: Tensor, rows: Sequence[int], limits: Sequence[int], shares: Sequence[float], first_look: int) -> None:

@@ -35,7 +35,7 @@ def test_flags_win_over_variables_and_variables_over_defaults(monkeypatch: pytes
     monkeypatch.setenv("OUTRIDER_BLOCK_SIZE", "32")
     monkeypatch.setenv("OUTRIDER_MAX_QUEUE", "7")
     config = load(VerifierConfig, ["--block-size", "64"])
-    assert (config.block_size, config.max_queue, config.max_draft_tokens) == (64, 7, 8)
+    assert (config.block_size, config.max_queue, config.max_draft_tokens) == (64, 7, 16)
 
 
 def test_a_flag_takes_its_value_with_or_without_an_equals_sign_and_the_last_one_counts() -> None:
@@ -68,7 +68,7 @@ def test_every_mistake_is_told_at_once_with_its_source(monkeypatch: pytest.Monke
         "unknown variable OUTRIDER_WINDO; did you mean OUTRIDER_WINDOW?",
         "OUTRIDER_KV_BLOCKS must be a whole number from 0 to 100000000; it is 'many'",
         "--block-size must be a whole number from 1 to 256; it is '0'",
-        "--scorer must be expanded or multi_query; it is 'fast'",
+        "--scorer must be auto, expanded or multi_query; it is 'fast'",
         "--listen: an IPv6 host is written in brackets, as in [::1]:50051",
     }
 

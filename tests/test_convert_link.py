@@ -59,6 +59,7 @@ _from_drafter: st.SearchStrategy[FromDrafter] = st.one_of(
         st.integers(0, 10**9).map(lambda ns: ns / 1e9),
         st.lists(_proposals(), max_size=3, unique_by=lambda proposal: proposal.sequence).map(tuple),
         st.booleans(),
+        st.lists(_uint64, max_size=3).map(tuple),
     ),
     st.builds(Decline, _uint64, st.just("at capacity")),
     st.builds(Capacity, _uint32),
@@ -164,6 +165,8 @@ def test_a_batch_of_too_many_proposals_is_refused_before_any_of_them_is_looked_a
     # Each of these alone would be a frame of another kind of fault.
     with pytest.raises(MalformedFrame) as refused:
         from_speculate_request(pb.SpeculateRequest(proposals=pb.ProposalBatch(proposals=[pb.Proposal()] * (MAX_BATCH_PROPOSALS + 1))))
+    with pytest.raises(MalformedFrame, match="resting"):
+        from_speculate_request(pb.SpeculateRequest(proposals=pb.ProposalBatch(resting=range(MAX_BATCH_PROPOSALS + 1))))
     assert refused.value.tag == "too_long"
 
 

@@ -85,3 +85,8 @@ def test_a_missing_row_is_no_token_even_where_it_was_guessed():
     # A drafter that guesses -1 must not be told that the filling of a contracted tensor is a token.
     verdicts = verify_coupled(torch.tensor([[2, 7, -1], [-1, -1, -1]]), [(-1,), ()])
     assert verdicts == [Verdict(0, (2,)), Verdict(0, ())]
+
+
+def test_a_guess_whose_own_row_cannot_be_picked_from_is_as_if_it_had_not_come():
+    verdicts = verify_coupled(torch.tensor([[2, -1, 4], [2, 3, -1], [-1, 3, 4]]), [(2, 3), (2, 3), (1, 3)])
+    assert verdicts == [Verdict(0, (2,)), Verdict(1, (2, 3)), Verdict(0, ())]

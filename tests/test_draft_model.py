@@ -55,11 +55,18 @@ class Rig:
     """A drafter over a draft model, with the parts at hand."""
 
     def __init__(
-        self, model: LoadedModel, num_blocks: int = 64, block_size: int = 4, capacity: int = 8, vocab: int = VOCAB, budget: int = 512
+        self,
+        model: LoadedModel,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        capacity: int = 8,
+        vocab: int = VOCAB,
+        budget: int = 512,
+        min_confidence: float = 0.0,
     ) -> None:
         self.runner = SpanLog(model, num_blocks, block_size)
         self.allocator = BlockAllocator(num_blocks, block_size)
-        self.proposer = DraftModel(self.runner, self.allocator, budget)
+        self.proposer = DraftModel(self.runner, self.allocator, budget, min_confidence)
         self.drafter = Drafter(self.proposer, capacity, lambda: 0.0)
         self.drafter.attach(Welcome(vocab, 64, 64, 10_000))
         self.steps = 0
@@ -353,6 +360,47 @@ def test_a_rewind_in_rejection_mode_draws_with_fresh_noise(target):
         rig.tell(commits=(commit(1, 3, [], 1, rewind=True),))
         drawn += rig.guesses()[1]
     assert len(set(drawn)) > 3
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
+def test_a_guess_the_model_is_not_sure_of_is_the_last_until_it_is_committed(target, sampling):
+    sure, rig = Rig(target), Rig(target, min_confidence=0.25)
+    begins = tuple(begin(number, [number, 2, 3], 6, sampling, seed=number) for number in range(8))
+    for each in (sure, rig):
+        each.tell(begins=begins)
+    whole, guessed = sure.guesses(), rig.guesses()
+    assert all(whole[number][: len(tail)] == tail for number, tail in guessed.items())
+    short = {number: tail for number, tail in guessed.items() if len(tail) < 6}
+    assert 0 < len(short) < 8
+    assert rig.drafter.stats.guesses_doubted >= len(short)
+    number, tail = next(iter(short.items()))
+    rig.runner.fed.clear()
+    rig.tell(commits=(commit(number, 3, tail[:-1], 6),))
+    assert rig.guesses() == {}
+    assert rig.runner.fed == []
+    rig.tell(commits=(commit(number, 3 + len(tail) - 1, tail[-1:], 6),))
+    assert len(rig.guesses()[number]) > 0
+    assert rig.runner.fed[0] == [(3 + len(tail) - 1, 1)], "nothing that was still valid is computed again"
+
+
+def test_in_rejection_mode_nothing_but_the_drawn_tokens_depends_on_what_is_drawn(target):
+    """Frames, their sizes, and what is fed when: the same whatever the draws are, and however unsure the model is of them."""
+
+    def shapes(seed: int) -> tuple[list[Any], list[Any], set[tuple[int, ...]]]:
+        rig = Rig(target, min_confidence=0.99)
+        sampling = SamplingParams(temperature=2.0)
+        rig.tell(begins=tuple(begin(number, [number, 2], 5, sampling, Mode.REJECTION, seed=100 * seed + number) for number in range(3)))
+        frames = rig.run()
+        sent = [[(each.sequence, each.start, len(each.token_ids), len(each.distributions)) for each in frame.proposals] for frame in frames]
+        drawn = {tuple(each.token_ids[0] for frame in frames for each in frame.proposals)}
+        return [(*shape, frame.idle, frame.resting) for shape, frame in zip(sent, frames, strict=True)], rig.runner.fed, drawn
+
+    sent, fed, texts = shapes(0)
+    for seed in range(1, 6):
+        other_sent, other_fed, other_texts = shapes(seed)
+        assert (other_sent, other_fed) == (sent, fed)
+        texts |= other_texts
+    assert len(texts) == 6
 
 
 def test_an_end_and_a_lost_link_free_the_kv_at_once(target):

@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ class Clock:
 WELCOME = Welcome(vocab_size=1_000, max_proposal_tokens=3, max_distribution_pairs=64, max_model_len=200)
 
 
-def drafter_of(proposer, capacity=8, clock=None, welcome=WELCOME) -> Drafter:
-    drafter = Drafter(proposer, capacity, clock or Clock())
+def drafter_of(proposer, capacity=8, clock=None, welcome=WELCOME, on_step=lambda seconds, num_fed: None) -> Drafter:
+    drafter = Drafter(proposer, capacity, clock or Clock(), on_step)
     drafter.attach(welcome)
     return drafter
 
@@ -274,10 +275,81 @@ def test_an_end_of_a_sequence_that_the_proposer_cannot_close_is_an_end_all_the_s
 def test_without_a_match_one_empty_idle_batch_tells_the_verifier_not_to_wait():
     drafter = drafter_of(NgramProposer())
     drafter.apply(StepBatch(3, begins=(begin(1),)))
-    assert drafter.step() == [ProposalBatch(3, 0.0, (), idle=True)]
+    assert drafter.step() == [ProposalBatch(3, 0.0, (), idle=True, resting=(1,))]
     assert not drafter.has_work
     drafter.apply(StepBatch(4, commits=(commit(1, 3, (1, 2)),)))
     assert [proposal.token_ids for proposal in proposals_of(run(drafter))] == [(3, 1, 2), (3,)]
+
+
+class Doubter(RuleProposer):
+    """Counts up, and doubts every token that ends in 5."""
+
+    def propose(self, requests):
+        return [[dataclasses.replace(guess, is_doubted=guess.token_id % 10 == 5) for guess in guesses] for guesses in super().propose(requests)]
+
+
+def test_after_a_doubted_guess_a_sequence_rests_while_others_go_on_and_the_verifier_is_told():
+    drafter = drafter_of(Doubter(count_up))
+    drafter.apply(StepBatch(1, begins=(begin(1, (1, 3)), begin(2, (1, 6)))))
+    frames = run(drafter)
+    assert [[proposal.token_ids for proposal in frame.proposals] for frame in frames] == [[(4,), (7,)], [(5,), (8,)], [(9,)], [(10,)]]
+    assert [(frame.resting, frame.idle) for frame in frames] == [((), False), ((1,), False), ((), False), ((), True)]
+    assert (drafter.stats.guesses_doubted, drafter.stats.rests) == (1, 1)
+
+
+def test_a_commit_that_leaves_the_doubted_guess_is_answered_by_the_same_word_without_asking_the_proposer():
+    proposer = Doubter(count_up)
+    drafter = drafter_of(proposer)
+    drafter.apply(StepBatch(1, begins=(begin(1, (1, 3)),)))
+    run(drafter)
+    proposer.asked.clear()
+    drafter.apply(StepBatch(2, commits=(commit(1, 2, (4,)),)))
+    assert run(drafter) == [ProposalBatch(2, 0.0, (), idle=True, resting=(1,))]
+    assert proposer.asked == []
+
+
+@pytest.mark.parametrize(("token_ids", "rest"), [((4, 5), [6, 7, 8, 9]), ((4, 7), [8, 9, 10, 11]), ((4, 5, 8), [9, 10, 11, 12])])
+def test_drafting_goes_on_once_the_doubted_guess_is_committed_or_gone(token_ids, rest):
+    drafter = drafter_of(Doubter(count_up))
+    drafter.apply(StepBatch(1, begins=(begin(1, (1, 3)),)))
+    run(drafter)
+    drafter.apply(StepBatch(2, commits=(commit(1, 2, token_ids),)))
+    frames = run(drafter)
+    assert [token_id for proposal in proposals_of(frames) for token_id in proposal.token_ids] == rest
+    assert not any(frame.resting for frame in frames)
+
+
+def test_a_rewind_goes_on_from_the_committed_tokens_whatever_was_doubted():
+    drafter = drafter_of(Doubter(count_up))
+    drafter.apply(StepBatch(1, begins=(begin(1, (1, 3)),)))
+    run(drafter)
+    drafter.apply(StepBatch(2, commits=(commit(1, 2, (), rewind=True),)))
+    assert [proposal.token_ids for proposal in proposals_of(run(drafter))] == [(4,), (5,)]
+
+
+def test_in_rejection_mode_doubt_stops_nothing():
+    """A stop that depends on a drawn token biases what is accepted (the negative control of the ratio test)."""
+    drafter = drafter_of(Doubter(count_up))
+    drafter.apply(StepBatch(1, begins=(begin(1, (1, 3), mode=Mode.REJECTION),)))
+    frames = run(drafter)
+    assert [proposal.token_ids for proposal in proposals_of(frames)] == [(4,), (5,), (6,), (7,)]
+    assert not any(frame.resting for frame in frames)
+    assert drafter.stats.rests == 0
+
+
+def test_each_call_of_the_proposer_is_told_with_its_time_and_nothing_else_is():
+    clock, told = Clock(), []
+
+    def slow(text, room):
+        clock.now += 0.25
+        return [text[-1] + 1]
+
+    drafter = drafter_of(RuleProposer(slow), clock=clock, on_step=lambda *step: told.append(step))
+    drafter.apply(StepBatch(1, begins=(begin(1, window=2),)))
+    run(drafter)
+    drafter.apply(StepBatch(2, commits=(commit(1, 3, (), window=0),)))
+    run(drafter)
+    assert told == [(0.25, 0), (0.25, 0)]
 
 
 def test_a_window_of_zero_stops_drafting_until_it_opens():
@@ -308,7 +380,8 @@ def test_a_long_catch_up_shows_signs_of_life_without_claiming_to_be_idle(is_told
         clock.now += 0.2
         return None if clock.now < 1.2 else [1]
 
-    drafter = drafter_of(RuleProposer(slow), clock=clock)
+    told = []
+    drafter = drafter_of(RuleProposer(slow), clock=clock, on_step=lambda seconds, num_fed: told.append(seconds))
     drafter.apply(StepBatch(1, begins=(begin(1, window=1),)))
     frames = []
     for step in range(2, 8):
@@ -319,7 +392,7 @@ def test_a_long_catch_up_shows_signs_of_life_without_claiming_to_be_idle(is_told
     assert (empty.proposals, empty.idle) == ((), False)
     assert proposals_of([full])
     assert full.idle
-    assert empty.draft_seconds + full.draft_seconds == pytest.approx(drafter.stats.draft_seconds)
+    assert empty.draft_seconds + full.draft_seconds == pytest.approx(sum(told))
 
 
 def test_guesses_carry_what_they_were_drawn_from():

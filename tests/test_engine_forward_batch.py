@@ -70,6 +70,27 @@ def test_nothing_foreign_is_gathered_even_as_padding(shapes):
             assert slots[index].max() - slots[index].min() == end - 1
 
 
+@given(LENGTHS, st.sampled_from([None, 1, 8, 300]), st.randoms(use_true_random=False))
+def test_a_run_of_slots_is_the_same_as_the_slots(shapes, window, order):
+    spans = spans_of(shapes)
+    shuffled = []
+    for span in spans:
+        table = list(span.block_table)
+        if order.random() < 0.5:
+            order.shuffle(table)
+        shuffled.append(Span(span.token_ids, span.start, table, span.num_logits))
+    for group in build(shuffled, BLOCK_SIZE, CPU).groups:
+        context = group.context(window, 1, torch.float64)
+        if context.run is not None:
+            assert group.num_spans == 1
+            assert context.slots.tolist() == list(range(context.run.start, context.run.stop))
+
+
+def test_blocks_side_by_side_are_a_run_and_others_are_not():
+    runs = [build([Span([1], 9, table, 1)], BLOCK_SIZE, CPU).groups[0].context(None, 1, torch.float64).run for table in ([3, 4, 5], [3, 5, 4])]
+    assert runs == [slice(12, 22), None]
+
+
 @given(LENGTHS)
 def test_padding_and_score_blocks_are_bounded(shapes):
     for group in build(spans_of(shapes), BLOCK_SIZE, CPU).groups:

@@ -46,13 +46,14 @@ def make_drafter(kind: str, seed: int = 0, step_s: float = 0.002, num_blocks: in
     if kind == "garbage":
         return GarbageDrafter(seed), clock
 
-    def model(loaded) -> Proposer:
+    def model(loaded, min_confidence: float = 0.0) -> Proposer:
         runner = TimedRunner(loaded, num_blocks, BLOCK_SIZE, clock, step_s)
-        return DraftModel(runner, BlockAllocator(num_blocks, BLOCK_SIZE), max_step_tokens=16)
+        return DraftModel(runner, BlockAllocator(num_blocks, BLOCK_SIZE), max_step_tokens=16, min_confidence=min_confidence)
 
     proposers = {
         "perfect": lambda: model(TARGET),
         "noisy": lambda: model(NOISY),
+        "doubting": lambda: model(NOISY, min_confidence=0.7),
         "ngram": lambda: NgramProposer(2, 4),
         "lying": lambda: LyingProposer(model(TARGET), 0.35, TARGET.vocab_size, seed),
         "random": lambda: LyingProposer(model(TARGET), 1.0, TARGET.vocab_size * 2, seed),
@@ -87,7 +88,7 @@ class DrafterPlan:
 
 drafter_plans = st.builds(
     DrafterPlan,
-    kind=st.sampled_from(["lying", "noisy", "perfect", "lying", "noisy", "ngram", "random", "garbage"]),
+    kind=st.sampled_from(["lying", "noisy", "perfect", "lying", "doubting", "ngram", "random", "garbage"]),
     seed=st.integers(0, 2**32),
     delay_s=st.sampled_from([0.0001, 0.002, 0.002, 0.02, 0.2]),
     loss=st.sampled_from([0.0, 0.0, 0.0, 0.1]),
@@ -230,7 +231,7 @@ def test_after_forced_rejections_a_draft_equal_to_the_target_is_right_again(samp
     assert model.stats.used_blocks == 0
 
 
-@pytest.mark.parametrize("kind", ["perfect", "noisy", "lying", "ngram"])
+@pytest.mark.parametrize("kind", ["perfect", "noisy", "doubting", "lying", "ngram"])
 def test_output_does_not_depend_on_the_company(kind):
     """Alone, in a batch, in another place of the batch, with other seeds beside it."""
     request = Request("it", (9, 8, 7, 9, 8), SamplingParams(temperature=0.8), Stopping(24), seed=11, max_draft_tokens=4)

@@ -11,7 +11,7 @@ from tests.support.scrapes import COMMON, MAX_DRAFT_TOKENS, Clock, Scrape, draft
 from verifier_service.ledger import RequestLedger
 from verifier_service.metrics import LINK_KINDS
 from verifier_service.request import Emission
-from verifier_service.stats import LinkCounters, StepStats
+from verifier_service.stats import WAIT_OUTCOMES, Calibration, Decisions, LinkCounters, StepStats
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "metrics.md"
 
@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "metrics.md"
 # --- Steps and links ---
 
 
-def _step(**changes: float | tuple[float, ...]) -> StepStats:
+def _step(**changes: float | tuple[float, ...] | Decisions) -> StepStats:
     plain = {"seconds": 0.02, "waited_seconds": 0.0, "decode_rows": 5, "prefill_tokens": 0, "running": 2, "waiting": 1, "preempted": 0}
     return StepStats(**(plain | {"free_blocks": 7, "used_blocks": 3} | changes))  # type: ignore[arg-type]
 
@@ -39,6 +39,38 @@ def test_steps_are_counted_and_their_state_shown() -> None:
     assert [scrape("kv_blocks", state=state) for state in ("free", "used", "cached")] == [8, 2, 0]
 
 
+def test_prompt_tokens_found_in_the_prefix_cache_are_counted() -> None:
+    metrics, scrape = verifier()
+    metrics.observe_step(_step(queried_tokens=40, cached_tokens=32, cached_blocks=4))
+    metrics.observe_step(_step(queried_tokens=10))
+    assert (scrape("prefix_cache_queries_total"), scrape("prefix_cache_hits_total")) == (50, 32)
+    metrics.observe_step(_step(cached_blocks=4))
+    assert scrape("kv_blocks", state="cached") == 4
+
+
+def test_every_decision_about_guesses_is_shown() -> None:
+    metrics, scrape = verifier()
+    decided = Decisions((0, 2, 2), (32, 0, 5), (0.5, 0.9), predicted_seconds=0.03, wait=("in_vain", 0.004))
+    metrics.observe_step(_step(seconds=0.04, decisions=decided))
+    metrics.observe_step(_step(decisions=Decisions(wait=("served", 0.001))))
+    assert (scrape("allotted_draft_tokens_count"), scrape("allotted_draft_tokens_sum")) == (3, 4)
+    assert (scrape("granted_window_tokens_count"), scrape("granted_window_tokens_sum")) == (3, 37)
+    assert scrape("acceptance_lower_bound_sum") == pytest.approx(1.4)
+    assert scrape("predicted_step_seconds_total") == pytest.approx(0.03)
+    assert scrape("predicted_step_actual_seconds_total") == pytest.approx(0.04)
+    waits = {outcome: scrape("draft_waits_total", outcome=outcome) for outcome in WAIT_OUTCOMES}
+    assert waits == {"served": 1, "overdue": 0, "in_vain": 1, "cut_short": 0}
+    assert scrape("draft_waits_seconds_total", outcome="in_vain") == pytest.approx(0.004)
+
+
+def test_what_was_measured_at_the_start_is_shown() -> None:
+    metrics, scrape = verifier()
+    metrics.set_calibration(Calibration("multi_query", {"expanded": 0.3, "multi_query": 0.2}, {1: 0.1, 8: 0.2}))
+    assert scrape("scorer_info", scorer="multi_query") == 1
+    assert scrape("calibrated_step_seconds", tokens="8") == pytest.approx(0.2)
+    assert scrape("calibrated_scorer_seconds", scorer="expanded") == pytest.approx(0.3)
+
+
 def test_a_step_that_ran_nothing_is_no_step() -> None:
     metrics, scrape = verifier()
     metrics.observe_step(_step(decode_rows=0, running=0))
@@ -54,13 +86,15 @@ def test_age_of_the_engine_is_read_at_each_scrape() -> None:
     assert scrape("engine_step_age_seconds") == 12.5
 
 
-def test_bytes_of_links_are_counted_by_direction_and_kind() -> None:
+def test_messages_and_bytes_of_links_are_counted_by_direction_and_kind() -> None:
     metrics, scrape = verifier()
     messages = [("received", "proposals", 70), ("received", "hello", 9), ("sent", "step", 40), ("sent", "step", 2), ("sent", "new", 1)]
     for direction, kind, size in messages:
         metrics.count_link_bytes(direction, kind, size)
     counted = {pair: scrape("link_bytes_total", direction=pair[0], kind=pair[1]) for pair in LINK_KINDS}
     assert counted == {("received", "proposals"): 70, ("received", "other"): 9, ("sent", "step"): 42, ("sent", "other"): 1}
+    messages_seen = {pair: scrape("link_messages_total", direction=pair[0], kind=pair[1]) for pair in LINK_KINDS}
+    assert messages_seen == {("received", "proposals"): 1, ("received", "other"): 1, ("sent", "step"): 2, ("sent", "other"): 1}
 
 
 # --- Calls and the event loop ---
@@ -130,18 +164,26 @@ def test_unknown_reasons_of_links_are_added_up_as_other() -> None:
 
 def test_totals_of_a_drafter_become_increments() -> None:
     metrics, scrape = drafter()
-    stats = DrafterStats(sequences=3, steps=2, draft_seconds=0.4, guesses_sent=8, guesses_matched=5, guesses_dropped=1, resyncs=1, declines=2)
+    stats = DrafterStats(sequences=3, steps=2, guesses_sent=8, guesses_matched=5, guesses_dropped=1, resyncs=1, declines=2)
+    stats.guesses_doubted, stats.rests = 2, 3
     stats.proposer.catch_up_tokens = 40
     stats.proposer.free_blocks, stats.proposer.used_blocks = 6, 4
     metrics.observe(stats)
     metrics.observe(stats)
-    stats.steps, stats.draft_seconds, stats.guesses_sent = 3, 0.5, 9
+    stats.guesses_sent = 9
     metrics.observe(stats)
-    assert scrape("draft_step_seconds_count") == 3
-    assert scrape("draft_step_seconds_sum") == pytest.approx(0.5)
-    assert [scrape(f"draft_guesses_{what}_total") for what in ("sent", "matched", "dropped")] == [9, 5, 1]
+    assert [scrape(f"draft_guesses_{what}_total") for what in ("sent", "matched", "dropped", "doubted")] == [9, 5, 1, 2]
+    assert scrape("draft_rests_total") == 3
     assert (scrape("draft_resyncs_total"), scrape("draft_declines_total"), scrape("draft_catch_up_tokens_total")) == (1, 2, 40)
     assert (scrape("draft_sequences"), scrape("draft_kv_blocks", state="free"), scrape("draft_kv_blocks", state="used")) == (3, 6, 4)
+
+
+def test_each_call_of_the_proposer_is_observed_and_one_without_a_model_feeds_nothing() -> None:
+    metrics, scrape = drafter()
+    for seconds, num_fed in ((0.3, 12), (0.1, 4), (0.1, 0)):
+        metrics.observe_step(seconds, num_fed)
+    assert (scrape("draft_step_seconds_count"), scrape("draft_forward_tokens_count")) == (3, 2)
+    assert (scrape("draft_step_seconds_sum"), scrape("draft_forward_tokens_sum")) == (pytest.approx(0.5), 16)
 
 
 def test_state_of_the_link_is_shown() -> None:
@@ -169,6 +211,7 @@ def _num_samples(scrape: Scrape) -> int:
 def _all_metrics() -> tuple[CollectorRegistry, CollectorRegistry, CollectorRegistry]:
     of_verifier, of_drafter, of_both = verifier(), drafter(), serving()
     of_verifier[0].set_build_info(version="1", protocol_revision="1", model="tiny", tokenizer="f", dtype="float64", device="cpu")
+    of_verifier[0].set_calibration(Calibration("multi_query", {"expanded": 0.3, "multi_query": 0.2}, {1: 0.1}))
     of_drafter[0].set_build_info(version="1", protocol_revision="1", proposer="ngram", tokenizer="f")
     return of_verifier[1].registry, of_drafter[1].registry, of_both[1].registry
 

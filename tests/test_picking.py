@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared import picking
 from shared.noise import gumbel, key_tensor, noise_key
 from shared.penalties import penalise
-from shared.picking import finite_rows, pick_tokens, probabilities, process
+from shared.picking import UNUSABLE_ID, finite_rows, pick_tokens, pick_usable, probabilities, process
 from shared.sampling import Pick, SamplingParams, TokenRules
 
 INF = float("inf")
@@ -97,7 +96,9 @@ def test_scores_follow_the_specification(batch):
     logits, picks = batch
     scores = process(logits, picks)
     for row, pick in enumerate(picks):
-        assert scores[row].tolist() == pytest.approx(expected_scores(logits[row].tolist(), pick), rel=1e-12)
+        expected = expected_scores(logits[row].tolist(), pick)
+        assert scores[row].tolist() == pytest.approx(expected[: scores.shape[1]], rel=1e-12)
+        assert set(expected[scores.shape[1] :]) <= {-INF}
 
 
 @given(batches(), st.randoms(use_true_random=False))
@@ -107,7 +108,9 @@ def test_a_row_does_not_depend_on_its_batch_or_its_place(batch, random):
     together, tokens = process(logits, picks), pick_tokens(logits, picks)
     order = random.sample(range(len(picks)), random.randint(1, len(picks)))
     apart = process(logits[order], [picks[row] for row in order])
-    assert apart.equal(together[order])
+    # Ids that no row of a batch has are cut off.
+    assert apart.equal(together[order][:, : apart.shape[1]])
+    assert (together[order][:, apart.shape[1] :] == -INF).all()
     assert pick_tokens(logits[order], [picks[row] for row in order]).equal(tokens[order])
 
 
@@ -206,7 +209,7 @@ def test_suppressed_ids_come_back_at_their_position():
 def test_suppression_of_every_token_is_lifted():
     picks = [make_pick(SamplingParams(temperature=t), suppressed=(0, 1, 2), until=99, vocab_size=3) for t in (0.0, 1.0)]
     logits = torch.tensor([[0.0, 2.0, 1.0, 5.0]]).expand(2, 4)
-    assert process(logits, picks).isfinite().tolist() == [[True, True, True, False]] * 2
+    assert process(logits, picks).isfinite().tolist() == [[True, True, True]] * 2
     assert pick_tokens(logits, picks)[0] == 1
     assert not probabilities(process(logits, picks), picks).isnan().any()
 
@@ -252,15 +255,6 @@ def test_skipping_tokens_that_cannot_win_changes_no_pick(width, scale, sampling,
     logits = (torch.randn(4, width, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
     picks = [make_pick(sampling, seed=seed + row, committed=tuple(range(row + 1)), prompt_length=0) for row in range(4)]
     assert pick_tokens(logits, picks).tolist() == full_noisy_argmax(process(logits, picks), picks)
-
-
-def test_both_ways_of_searching_are_taken(monkeypatch):
-    logits = torch.randn(8, 4000, generator=torch.Generator().manual_seed(3)) * torch.tensor([[1.0], [30.0]]).repeat(4, 1)
-    picks = [make_pick(seed=row) for row in range(8)]
-    expected = full_noisy_argmax(process(logits, picks), picks)
-    for threshold in (-1.0, 0.1, 2.0):  # everything in tiles, some of each, everything one by one
-        monkeypatch.setattr(picking, "_DENSE_ABOVE", threshold)
-        assert pick_tokens(logits, picks).tolist() == expected
 
 
 def test_picks_follow_the_softmax():
@@ -341,3 +335,28 @@ def test_penalties_take_memory_by_the_length_of_the_histories_not_by_the_size_of
         penalise(scores, picks)
     assert 0 < largest.numel < 100
     assert scores[:, :5].tolist() == [[1, 1, 1, 0, 1], [0, 1, 1, 0, 1], [0, 0, 1, 0, 1], [0, 0, 0, 0, 1]]
+
+
+def test_rows_of_different_vocabularies_are_masked_each_at_its_own_end():
+    logits = torch.tensor([[0.0, 1.0, 50.0, 60.0]]).expand(4, 4)
+    picks = [make_pick(SamplingParams(temperature=temperature), vocab_size=size) for temperature in (0.0, 1.0) for size in (2, 3)]
+    assert process(logits, picks).shape == (4, 3)
+    assert pick_tokens(logits, picks).tolist()[:2] == [1, 2]
+    assert process(logits, picks)[:, 2].tolist() == [-INF, 50.0, -INF, 50.0]
+
+
+def test_nothing_is_copied_where_nothing_is_asked():
+    logits = torch.randn(2, 9, dtype=torch.bfloat16)
+    plain = [make_pick(SamplingParams(temperature=temperature), suppressed=(1,), until=3) for temperature in (0.0, 1.0)]
+    assert process(logits, plain).data_ptr() == logits.data_ptr()
+    assert process(logits, [make_pick(vocab_size=5)] * 2).data_ptr() == logits.data_ptr()
+    asking = [make_pick(suppressed=(1,), until=4), make_pick()]
+    assert process(logits, asking).dtype is torch.float32
+    assert process(logits, asking)[1].equal(logits[1].float())
+
+
+def test_the_same_call_tells_what_cannot_be_picked():
+    logits = torch.tensor([[0.0, 1.0], [math.nan, 1.0], [-INF, -INF], [0.0, INF]])
+    for temperatures in ([0.0] * 4, [1.0] * 4, [0.0, 1.0, 0.0, 1.0]):
+        picks = [make_pick(SamplingParams(temperature=temperature)) for temperature in temperatures]
+        assert (pick_usable(logits, picks) == UNUSABLE_ID).tolist() == (~finite_rows(logits)).tolist() == [False, True, True, True]

@@ -126,7 +126,7 @@ BAD_REQUESTS: list[tuple[str, Arguments, str]] = [
     ("an unknown mode", {"token_ids": PROMPT, "mode": 77}, "mode"),
     (
         "more draft tokens than allowed",
-        {"token_ids": PROMPT, "speculation": generate_pb2.Speculation(max_draft_tokens=9)},
+        {"token_ids": PROMPT, "speculation": generate_pb2.Speculation(max_draft_tokens=17)},
         "speculation.max_draft_tokens",
     ),
     ("a strange request id", {"token_ids": PROMPT, "request_id": "no spaces"}, "request_id"),

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from client import Client, Part
+from client.bench.delay_proxy import DelayProxy
 from shared.sampling import Mode, SamplingParams
 from shared.tokenizer import load_tokenizer
 from tests.support.calls import Referee, complete, complete_all, to_options
-from tests.support.delay_proxy import DelayProxy
 from tests.support.model_dir import EOS_IDS, ModelDirs, save_models
 from tests.support.processes import DraftProcess, Services, VerifierProcess, scrape, until
 from verifier_service.request import Request, Stopping

@@ -1,5 +1,7 @@
 """The ratio test, case by case. That the output has the target's distribution is shown in test_rejection_distribution.py."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -154,3 +156,17 @@ def test_a_sequence_without_rows_gets_an_empty_verdict():
 
 def test_an_empty_batch_has_no_verdicts():
     assert verify_rejection(torch.zeros(0, 1, 4, dtype=torch.float64), []) == []
+
+
+def test_a_guess_whose_own_row_cannot_be_drawn_from_is_as_if_it_had_not_come():
+    """Its uniform is not used either: the token comes from the stream of positions without a guess."""
+    keys, spread = keys_of(3), Distribution((0, 1), (0.5, 0.5))
+    target = rows([0.25, 0.75], [0.5, 0.5], [math.nan, math.nan])
+    is_usable = torch.tensor([[True, True, False]])
+    for length in range(50):
+        [verdict] = verify_rejection(target, [Proposed(length, keys, (1, 0), (spread, spread))], is_usable)
+        [expected] = verify_rejection(target[:, :2], [Proposed(length, keys, (1,), (spread,))])
+        assert verdict == expected
+        assert verdict.accepted == 1
+    [verdict] = verify_rejection(target, [Proposed(1, keys, (1, 0), (spread, spread))], ~is_usable)
+    assert verdict == Verdict(0, ())

@@ -14,8 +14,18 @@ from verifier_service.scheduler import Scheduled, Scheduler, SchedulerLimits
 BLOCK_SIZE = 4
 
 
-def generation(number: int, prompt_length: int, max_tokens: int = 20, max_draft_tokens: int = 4) -> Generation:
-    request = Request(f"r{number}", tuple(range(1, prompt_length + 1)), SamplingParams(), Stopping(max_tokens), 1, max_draft_tokens=max_draft_tokens)
+def generation(number: int, prompt_length: int, max_tokens: int = 20, max_draft_tokens: int = 4, priority: int = 0, tenant: str = "") -> Generation:
+    prompt = tuple(range(100 * number, 100 * number + prompt_length))  # of no two numbers alike
+    request = Request(
+        f"r{number}",
+        prompt,
+        SamplingParams(),
+        Stopping(max_tokens),
+        1,
+        max_draft_tokens=max_draft_tokens,
+        priority=priority,
+        tenant=tenant,
+    )
     return new_generation(number, request, 64, 0, 0.0)
 
 
@@ -40,14 +50,55 @@ def scheduler(num_blocks: int, max_running: int = 4, max_step_tokens: int = 16, 
     return Scheduler(allocator, SchedulerLimits(max_running, max_step_tokens, max_draft_tokens)), allocator
 
 
-def test_decoding_requests_come_before_a_long_prompt():
+def test_a_long_prompt_takes_a_quarter_of_a_step_in_which_others_decode():
     queue, _ = scheduler(64)
     queue.add(generation(1, 3))
     run(queue.schedule())
     queue.add(generation(2, 100))
     plan = queue.schedule()
-    assert [(part.generation.number, part.num_tokens) for part in plan] == [(1, 1), (2, 15)]
+    assert [(part.generation.number, part.num_tokens) for part in plan] == [(1, 1), (2, 4)]
     assert not plan[1].is_terminal
+
+
+def test_many_long_prompts_stall_nobodys_tokens():
+    queue, _ = scheduler(400, max_running=12)
+    talking = [generation(number, 3, max_tokens=90, priority=-1) for number in range(3)]
+    for one in talking:
+        queue.add(one)
+    run(queue.schedule())
+    for number in range(3, 12):
+        queue.add(generation(number, 90, priority=1))
+    for _ in range(60):
+        before = [one.num_generated for one in talking]
+        plan = queue.schedule()
+        assert sum(part.num_tokens for part in plan if not part.is_terminal) <= 16 // 4
+        run(plan)
+        assert [one.num_generated for one in talking] == [count + 1 for count in before]
+
+
+def test_a_prompt_has_the_whole_step_when_nobody_decodes():
+    queue, _ = scheduler(64)
+    queue.add(generation(1, 100))
+    assert [part.num_tokens for part in queue.schedule()] == [16]
+
+
+def test_a_step_smaller_than_its_requests_lets_only_so_many_run():
+    queue, _ = scheduler(64, max_running=8, max_step_tokens=3)
+    for number in range(8):
+        queue.add(generation(number, 1))
+    for _ in range(8):
+        plan = queue.schedule()
+        assert sum(part.num_tokens for part in plan) <= 3
+        run(plan)
+    assert (queue.num_running, queue.num_waiting) == (3, 5)
+
+
+def test_a_prompt_of_higher_priority_goes_before_the_rest_of_a_lower_one():
+    queue, _ = scheduler(64)
+    queue.add(generation(1, 90, priority=-5))
+    run(queue.schedule())
+    queue.add(generation(2, 20, priority=5))
+    assert [(part.generation.number, part.num_tokens) for part in queue.schedule()] == [(2, 16)]
 
 
 def test_guesses_of_older_requests_take_nobodys_token():
@@ -87,6 +138,23 @@ def test_guesses_are_clipped_to_what_the_request_can_still_use():
     assert queue.schedule()[0].num_guesses == 2  # one token is out, the last one is the target's own
 
 
+def test_blocks_that_guesses_had_are_there_for_the_next_who_needs_one():
+    queue, allocator = scheduler(6, max_draft_tokens=8)
+    one, two, three = (generation(number, 3, max_draft_tokens=8) for number in (1, 2, 3))
+    for each in (one, two):
+        queue.add(each)
+    run(queue.schedule())
+    for each in (one, two):
+        guess(each, 8)
+    plan = queue.schedule()
+    assert [part.num_guesses for part in plan] == [7, 7]
+    assert allocator.num_free == 0
+    run(plan)  # the target has said otherwise
+    queue.add(three)
+    assert [(part.generation.number, part.num_tokens) for part in queue.schedule()] == [(1, 1), (2, 1), (3, 3)]
+    assert queue.num_preempted == 0
+
+
 def test_guesses_are_given_up_before_anyone_is_preempted():
     queue, allocator = scheduler(3)
     one, two = generation(1, 4), generation(2, 3)
@@ -111,6 +179,32 @@ def test_the_youngest_is_preempted_and_keeps_its_tokens():
     assert (two.sequence.block_table, two.sequence.kv_len) == ([], 0)
     assert len(two.committed) > 7
     assert len(one.committed) == 10
+
+
+def test_the_lowest_priority_is_preempted_before_the_youngest():
+    queue, _ = scheduler(4)
+    one, two = generation(1, 7, priority=-1), generation(2, 7)
+    queue.add(one)
+    queue.add(two)
+    for _ in range(3):
+        run(queue.schedule())
+    assert queue.num_preempted == 1
+    assert one.sequence.block_table == []
+    assert len(two.committed) == 10
+
+
+def test_one_that_comes_back_is_computed_from_what_is_still_cached_of_it():
+    queue, _ = scheduler(5)
+    one, two = generation(1, 7, max_tokens=4), generation(2, 11)
+    queue.add(one)
+    queue.add(two)
+    while not queue.num_preempted:
+        run(queue.schedule())
+    assert (two.sequence.kv_len, two.sequence.block_table, len(two.committed)) == (0, [], 12)
+    queue.remove(one)
+    assert [(part.generation.number, part.num_tokens) for part in queue.schedule()] == [(2, 12 - 8)]
+    assert (two.num_cached, queue.num_cached_tokens) == (0, 0)  # the prompt was computed for nobody else
+    queue.check_integrity([two])
 
 
 def test_a_removed_request_leaves_no_block():

@@ -98,6 +98,27 @@ def test_a_lost_piece_makes_the_next_commit_a_rewind_and_a_piece_of_a_tail_that_
     assert [commit.rewind for commit in commits] == [False, False, True]
 
 
+def test_a_drafter_tells_of_a_sequence_that_rests_until_the_next_commit_and_not_of_one_that_has_a_commit_under_way():
+    desk = Desk()
+    made = desk.add(1, 0.0)
+    desk.speculation.flush(0.0)
+
+    def rest(step: int) -> bool:
+        desk.speculation.receive(1, ProposalBatch(step, 0.0, (), False, resting=(1, 99)), 0.1, overlapped=False)
+        return made.is_resting
+
+    assert rest(step=1)
+    made.committed.append(9)
+    desk.speculation.committed(made, 3, 0, (9,), 0.2)
+    assert not made.is_resting
+    assert not rest(step=1), "it does not know of the commit yet"
+    desk.speculation.flush(0.2)
+    assert not rest(step=1)
+    assert rest(step=2)
+    desk.speculation.receive(1, Resync(1), 2.0, overlapped=False)
+    assert not made.is_resting
+
+
 class JunkDrafter:
     """Guesses rightly at first, then answers every step with something that fits nothing."""
 

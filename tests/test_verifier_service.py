@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import structlog
@@ -55,7 +55,7 @@ class Running:
 @asynccontextmanager
 async def running(max_queue: int = 4, max_running: int = 4, entropy: Callable[[], int] = lambda: 7) -> AsyncIterator[Running]:
     allocator, runner = BlockAllocator(NUM_BLOCKS, 4), ModelRunner(TARGET, NUM_BLOCKS, 4)
-    limits = EngineLimits(SchedulerLimits(max_running, 64, 4), NUM_BLOCKS * 4, 8)
+    limits = EngineLimits(SchedulerLimits(max_running, 64, 4), 8)
     stats: list[StepStats] = []
     crashed = asyncio.Event()
     verifier = Verifier("finger", max_queue, max_running, time.monotonic, stats.append, lambda _: None, crashed.set)
@@ -80,6 +80,13 @@ async def test_concurrent_requests_each_get_their_own_tokens():
         texts = await asyncio.gather(*(collect(service.verifier, request) for request in asked))
         assert texts == [ORACLE.tokens(request) for request in asked]
         await service.until(lambda: service.allocator.num_free == NUM_BLOCKS)
+
+
+async def test_more_streams_than_are_served_at_one_go_each_get_their_tokens_in_order():
+    async with running(max_running=24) as service:
+        asked = [replace(ask("r", 8), request_id=f"r{index}", seed=index) for index in range(24)]
+        texts = await asyncio.gather(*(collect(service.verifier, request) for request in asked))
+        assert texts == [ORACLE.tokens(request) for request in asked]
 
 
 async def test_the_stream_ends_with_the_reason():

@@ -44,4 +44,6 @@ def build_request(asked: Completion, prompt_ids: Sequence[int], limits: Limits, 
         mode=asked.mode,
         max_draft_tokens=asked.max_draft_tokens,
         preferred_drafter=asked.preferred_drafter,
+        priority=asked.priority,
+        tenant=asked.tenant,
     )

@@ -37,18 +37,37 @@ class VerifierConfig(ServiceConfig):
     metrics: OptionalAddress = setting("127.0.0.1:9464", "Address of the Prometheus metrics, at /metrics.", SERVING)
 
     mode: Literal["coupled", "rejection"] = setting("coupled", "Verification mode of requests that name none.", SPECULATION)
-    max_draft_tokens: int = setting(8, "Most draft tokens scored in one step for one request; 0 turns speculation off.", SPECULATION, ge=0, le=64)
-    window: int = setting(
-        32, "Most tokens that a drafter may be ahead of the committed text. `outrider up` sets it to `max_draft_tokens`.", SPECULATION, ge=0, le=256
+    max_draft_tokens: int = setting(
+        16, "Most draft tokens scored in one step for one request, if so many pay; 0 turns speculation off.", SPECULATION, ge=0, le=64
     )
-    scorer: Literal["expanded", "multi_query"] = setting(
-        "multi_query",
-        "How guesses are scored: as rows of one token each, or as one group of queries per sequence. Same numbers, different cost.",
+    window: int = setting(
+        32,
+        "Most tokens that a drafter may be ahead of the committed text. With at most `max_draft_tokens` it does one round at a time and stands still "
+        "meanwhile: `outrider up` sets it so.",
+        SPECULATION,
+        ge=0,
+        le=256,
+    )
+    scorer: Literal["auto", "expanded", "multi_query"] = setting(
+        "auto",
+        "How guesses are scored: as rows of one token each, or as one group of queries per sequence. Same numbers, different cost; `auto` measures "
+        "both at the start.",
         SPECULATION,
     )
 
     max_num_seqs: int = setting(64, "Most sequences in one step.", SCHEDULING, ge=1, le=4096)
     max_step_tokens: int = setting(2048, "Most tokens in one step, prompts and guesses together.", SCHEDULING, ge=128, le=1_000_000)
+    max_prefill_tokens: int = setting(
+        0,
+        "Most tokens of prompts in one step; a quarter of it while others decode, which bounds how long a long prompt holds up their tokens.",
+        SCHEDULING,
+        "512 on a CPU, else `max_step_tokens`",
+        ge=0,
+        le=1_000_000,
+    )
+    prefix_cache: Literal["on", "off"] = setting(
+        "on", "Whether requests of one tenant that begin alike share the KV of what they have in common.", SCHEDULING
+    )
     max_queue: int = setting(256, "Most requests that wait for room; beyond it a request is refused at once.", SCHEDULING, ge=0, le=1_000_000)
     max_prompt_bytes: int = setting(1 << 20, "Most bytes of prompt text in a request.", SCHEDULING, ge=1, le=4 << 20)
     stall_timeout_s: float = setting(

@@ -51,10 +51,12 @@ class Timing:
     Args:
         turnaround: from telling a step to the first guesses that know it, right or wrong.
         gap: between two guesses of a sequence.
+        told_s: what a guess takes, as the drafter says: stands for the gap until that is measured.
     """
 
     turnaround: Pace = field(default_factory=Pace)
     gap: Pace = field(default_factory=Pace)
+    told_s: float | None = None
 
     @property
     def turnaround_s(self) -> float | None:
@@ -63,8 +65,11 @@ class Timing:
 
     @property
     def gap_s(self) -> float:
-        """Mean gap; until it is measured half the turnaround."""
-        return self.gap.mean_s if self.gap.mean_s is not None else 0.5 * (self.turnaround.mean_s or 0.0)
+        """Mean gap; until it is measured what the drafter says, but at most half the turnaround."""
+        if self.gap.mean_s is not None:
+            return self.gap.mean_s
+        at_most_s = 0.5 * (self.turnaround.mean_s or 0.0)
+        return at_most_s if self.told_s is None else min(self.told_s, at_most_s)
 
 
 @dataclass(slots=True)
@@ -195,5 +200,3 @@ class Drafters:
         if drafter.suspended_until is None:
             return True
         return now >= drafter.suspended_until and not drafter.sequences
-
-

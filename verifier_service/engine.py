@@ -1,7 +1,7 @@
 """The verifier's step: schedule, expand, forward, contract, verify, commit. It knows no gRPC and no text; clocks are passed in."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
 
@@ -16,6 +16,7 @@ from verifier_service.scheduler import Scheduled, Scheduler, SchedulerLimits
 from verifier_service.scoring import Scores, Scoring
 from verifier_service.speculation import Speculation
 from verifier_service.stats import StepStats
+from verifier_service.step_cost import StepCost
 from verifier_service.stopping import find_stop
 from verifier_service.verdict import Verdict
 
@@ -24,16 +25,14 @@ _log = structlog.stdlib.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine may do in a step, and how long a sequence may grow.
+    """What the engine may do in a step, and how far a drafter may be ahead.
 
     Args:
         scheduler: running requests, tokens and guesses in a step.
-        max_model_len: longest sequence; never more than the KV pool holds.
         window: most tokens beyond the committed ones that a drafter may have sent.
     """
 
     scheduler: SchedulerLimits
-    max_model_len: int
     window: int
 
 
@@ -57,6 +56,7 @@ class Engine:
         tell: takes (link, batch) on its way to a drafter; must not block.
         clock: monotonic seconds.
         entropy: private uint64s, for rejection mode's noise.
+        step_cost: what a step was found to cost; None learns it from the steps.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class Engine:
         tell: Callable[[int, StepBatch], None],
         clock: Callable[[], float],
         entropy: Callable[[], int],
+        step_cost: StepCost | None = None,
     ) -> None:
         self._allocator = allocator
         self._vocab_size = vocab_size
-        self._max_model_len = limits.max_model_len
         self._clock = clock
         self._entropy = entropy
         self._live: dict[int, Generation] = {}
-        self._scheduler = Scheduler(allocator, limits.scheduler)
+        self.speculation = Speculation(self._live, tell, limits.window, limits.scheduler.max_draft_tokens, step_cost)
+        self._scheduler = Scheduler(allocator, limits.scheduler, self.speculation.pacing.allot)
         self._scoring = Scoring(runner, vocab_size, scorer)
-        self.speculation = Speculation(self._live, tell, limits.window, limits.scheduler.max_draft_tokens)
         self._last_step_ended = clock()
 
     @property
@@ -101,11 +101,8 @@ class Engine:
 
         Args:
             number: of its sequence, on the links too; never reused. Ids of requests are, so nothing here goes by them.
-            request: validated.
+            request: validated; prompt and output together fit the model and the KV pool.
         """
-        stopping = request.stopping
-        room = self._max_model_len - len(request.prompt_ids)
-        request = replace(request, stopping=replace(stopping, max_tokens=min(stopping.max_tokens, room)))
         generation = new_generation(number, request, self._vocab_size, self._entropy(), self._clock())
         self._live[number] = generation
         self._scheduler.add(generation)
@@ -121,44 +118,54 @@ class Engine:
         """Time until which the next step had better wait for guesses; in the past if it should not."""
         if self.speculation.has_news:
             return now
-        decoding = [generation for generation in self._scheduler.running if generation.num_pending == 1]
+        decoding = self._decoding()
         num_others = self._scheduler.num_running - len(decoding) + self._scheduler.num_waiting
         return self.speculation.pacing.wait_until(decoding, num_others, self._last_step_ended, now)
 
     def step(self, now: float) -> StepOutput:
         """Runs one step: every scheduled request gets a chunk of its prompt done, or one to K+1 tokens."""
-        self.speculation.pacing.step_starts()
+        pacing = self.speculation.pacing
+        pacing.step_starts(now)
         self.speculation.assign(now)
         self.speculation.flush(now)
         num_preempted = self._scheduler.num_preempted
+        num_queried, num_cached = self._scheduler.num_queried_tokens, self._scheduler.num_cached_tokens
         plan = self._scheduler.schedule()
         queue_s = tuple(now - part.generation.arrived_at for part in plan if not part.generation.scheduled_before)
         verdicts = self._score(plan)
         ended = self._clock()
         emissions = self._commit(plan, verdicts, ended)
-        self.speculation.assign(ended)
-        self.speculation.flush(ended)
         num_prefill = sum(part.num_tokens for part in plan if part.num_tokens > 1 or not part.is_terminal)
-        if plan and not num_prefill:
-            self.speculation.pacing.observe_decode_step(ended - now)
+        num_rows = sum(part.num_tokens + part.num_guesses for part in plan)
+        pacing.step_ended(num_rows, num_prefill, ended - now)
+        self.speculation.assign(ended)
+        self.speculation.grant(self._decoding())
+        self.speculation.flush(ended)
         stats = StepStats(
             seconds=ended - now,
             waited_seconds=max(0.0, now - self._last_step_ended) if plan and not queue_s else 0.0,
-            decode_rows=sum(part.num_tokens + part.num_guesses for part in plan) - num_prefill,
+            decode_rows=num_rows - num_prefill,
             prefill_tokens=num_prefill,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             preempted=self._scheduler.num_preempted - num_preempted,
-            free_blocks=self._allocator.num_free,
+            free_blocks=self._allocator.num_free - self._allocator.num_cached,
             used_blocks=self._allocator.num_used,
+            cached_blocks=self._allocator.num_cached,
+            queried_tokens=self._scheduler.num_queried_tokens - num_queried,
+            cached_tokens=self._scheduler.num_cached_tokens - num_cached,
             queue_seconds=queue_s,
+            decisions=pacing.take_decisions(),
         )
         self._last_step_ended = ended
         return StepOutput(tuple(emissions), stats)
 
+    def _decoding(self) -> list[Generation]:
+        return [generation for generation in self._scheduler.running if generation.num_pending == 1]
+
     def check_integrity(self) -> None:
-        """Checks that blocks held by sequences and free blocks are all blocks, each counted once."""
-        self._allocator.check_integrity([generation.sequence.block_table for generation in self._live.values()])
+        """Checks the books of the blocks and of the prefix cache against the live requests."""
+        self._scheduler.check_integrity(self.live)
 
     def _score(self, plan: Sequence[Scheduled]) -> list[Scores]:
         try:
@@ -208,6 +215,7 @@ class Engine:
             overlapped=overlapped,
             finish=stop.reason if stop is not None else None,
             matched_id=stop.matched_id if stop is not None else None,
+            cached_prompt_tokens=generation.num_cached,
         )
 
     def _end(self, generation: Generation, reason: EndReason) -> None:

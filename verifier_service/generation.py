@@ -27,12 +27,19 @@ class Generation:
         drafter: the link that drafts for it, if any.
         declined: links that will not.
         scheduled_before: whether it has ever been run.
+        overtaken: how many others have gone before it in all the times that it waited.
+        num_cached: tokens of the prompt that were not computed, because their KV was there.
+        num_charged: length of the text that its tenant has been charged for.
         acceptance: running estimate of the chance that a guess is accepted, from committed rounds only.
         cut_step: the link's step that told of tokens the buffer had not foreseen: the drafter may have cut its tail then.
         lost: a piece is missing; the drafter has to be told to start over.
+        told_step: the link's step that told its drafter of it last, or will.
+        is_resting: its drafter knows that step and has nothing more for it before the next.
         joined_at: when guesses last joined.
         committed_at: when tokens were last committed.
         expected_at: when the next guess is due.
+        granted: the window that its drafter was granted last.
+        tried_at: number of the step that last scored a guess of it.
     """
 
     number: int
@@ -46,12 +53,19 @@ class Generation:
     drafter: int | None = None
     declined: set[int] = field(default_factory=set)
     scheduled_before: bool = False
+    overtaken: int = 0
+    num_cached: int = 0
+    num_charged: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
     cut_step: int = 0
     lost: bool = False
+    told_step: int = 0
+    is_resting: bool = False
     joined_at: float | None = None
     committed_at: float = 0.0
     expected_at: float = 0.0
+    granted: int = 0
+    tried_at: int = 0
 
     @property
     def committed(self) -> list[int]:
@@ -72,6 +86,11 @@ class Generation:
     def room(self) -> int:
         """Guesses that could still be of use: the target's own token comes after them."""
         return max(0, self.request.stopping.max_tokens - self.num_generated - 1)
+
+    @property
+    def num_usable(self) -> int:
+        """Guesses that are there and that a step could score."""
+        return min(len(self.guesses), self.request.max_draft_tokens, self.room)
 
     @property
     def wants_drafter(self) -> bool:
@@ -104,4 +123,4 @@ def new_generation(number: int, request: Request, vocab_size: int, nonce: int, n
     keys = RejectionKeys(*(derive_key(request.seed, stream, nonce) for stream in ("accept", "residual", "plain"))) if by_ratio else None
     # In rejection mode the seed itself never leaves the verifier, not even for a greedy request, whose drafter needs none.
     draft_seed = request.seed if request.mode is Mode.COUPLED else derive_key(request.seed, "draft", nonce)
-    return Generation(number, request, rules, draft_seed, keys, now, Sequence(committed), GuessBuffer(committed))
+    return Generation(number, request, rules, draft_seed, keys, now, Sequence(committed, salt=request.tenant.encode()), GuessBuffer(committed))

@@ -47,4 +47,5 @@ class Inbox:
 def _count_ids(frame: Frame) -> int:
     if not isinstance(frame, ProposalBatch):
         return 0
-    return sum(len(proposal.token_ids) + sum(len(each.token_ids) for each in proposal.distributions) for proposal in frame.proposals)
+    num_drawn = sum(len(each.token_ids) for proposal in frame.proposals if proposal.distributions for each in proposal.distributions)
+    return num_drawn + sum([len(proposal.token_ids) for proposal in frame.proposals])

@@ -47,6 +47,7 @@ class Usage:
         rounds: verifications with at least one draft token.
         drafted_tokens: draft tokens scored, up to the one that ended the request.
         accepted_tokens: of those, the accepted ones.
+        cached_prompt_tokens: tokens of the prompt that were not computed, because their KV was there.
     """
 
     prompt_tokens: int
@@ -54,6 +55,7 @@ class Usage:
     rounds: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    cached_prompt_tokens: int = 0
 
 
 class RequestLedger:
@@ -88,6 +90,7 @@ class RequestLedger:
         is_cut = stopped or num_tokens < len(emission.token_ids)
         drafted = min(emission.drafted, num_tokens) if is_cut else emission.drafted
         accepted = min(emission.accepted, num_tokens)
+        self.usage.cached_prompt_tokens = max(self.usage.cached_prompt_tokens, emission.cached_prompt_tokens)
         if drafted:
             self.usage.rounds += 1
             self.usage.drafted_tokens += drafted

@@ -111,8 +111,8 @@ class LinkServicer(link_pb2_grpc.LinkServiceServicer):
             frame: FromVerifier | None = self._welcome
             while frame is not None:
                 for message in to_speculate_responses(frame):
-                    self._on_bytes("sent", message.WhichOneof("frame") or "", message.ByteSize())
                     yield message
+                    self._on_bytes("sent", message.WhichOneof("frame") or "", message.ByteSize())
                 frame = await session.next_frame()
         finally:
             self._links.detach(link)
@@ -223,8 +223,9 @@ class _Session:
             async for message in messages:
                 self._heard_at = self._clock()
                 size = message.ByteSize()
+                goes_on = await self._take(message, size)
                 self._on_bytes("received", message.WhichOneof("frame") or "", size)
-                if not await self._take(message, size):
+                if not goes_on:
                     break
         except Exception as error:  # the task's boundary: the stream's own task raises it
             self._fail(error)

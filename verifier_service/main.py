@@ -13,22 +13,27 @@ from prometheus_client import CollectorRegistry
 
 from shared import logs
 from shared.default_model import resolve
-from shared.engine.block_allocator import BlockAllocator
 from shared.engine.pool import Pool, PoolConfig, load_pool
+from shared.engine.stand_in import stand_in_pool
+from shared.engine.thread import settle_interpreter
 from shared.errors import EngineFailure
 from shared.link import MAX_DISTRIBUTION_PAIRS, MAX_PROPOSAL_TOKENS, PROTOCOL_REVISION, Welcome
 from shared.rpc.convert_generate import Limits
 from shared.rpc.exposition import exposition
 from shared.rpc.guards import Gate, bearer_guard
-from shared.rpc.health import Health
+from shared.rpc.health import Health, watch_engine
 from shared.rpc.interceptors import CallInterceptor, Guard
 from shared.rpc.options import GENERATE_MAX_MESSAGE_BYTES, LINK_MAX_MESSAGE_BYTES
 from shared.rpc.server import bind, make_server, run_until_signal
 from shared.rpc.serving_metrics import ServingMetrics
 from shared.sampling import Mode
+from shared.simulation import parse as parse_simulation
+from shared.stand_in_tokenizer import stand_in_tokenizer
 from shared.tokenizer import Tokenizer, load_tokenizer
+from verifier_service.calibration import Space, calibrate
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine, EngineLimits
+from verifier_service.expansion import Scorer
 from verifier_service.info import ModelInfo, VerifierInfo
 from verifier_service.link_servicer import SERVICE_NAME as LINK_SERVICE
 from verifier_service.link_servicer import SILENCE_S, LinkServicer
@@ -37,8 +42,11 @@ from verifier_service.scheduler import SchedulerLimits
 from verifier_service.service import Verifier
 from verifier_service.servicer import SERVICE_NAME as VERIFIER_SERVICE
 from verifier_service.servicer import VerifierServicer
+from verifier_service.stats import Calibration
+from verifier_service.step_cost import StepCost
 
 _WATCH_S = 1.0
+_CPU_PREFILL_TOKENS = 512
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -81,6 +89,9 @@ def _load(config: VerifierConfig) -> tuple[Tokenizer, Pool]:
     def tell(fraction: float, what: str) -> None:
         _log.info("loading", target=config.target, done=f"{fraction:.0%}", now=what)
 
+    if config.simulate:
+        _log.warning("simulation: there is no model, and the text means nothing", simulate=config.simulate)
+        return stand_in_tokenizer(), stand_in_pool(parse_simulation(config.simulate), config.kv_blocks, config.block_size, config.max_model_len)
     directory = resolve(config.target)
     tokenizer = load_tokenizer(directory)
     pool_config = PoolConfig(
@@ -97,6 +108,13 @@ def _load(config: VerifierConfig) -> tuple[Tokenizer, Pool]:
     return tokenizer, load_pool(pool_config, tell)
 
 
+def _calibrate(config: VerifierConfig, pool: Pool, vocab_size: int) -> Calibration:
+    scorers: tuple[Scorer, ...] = ("multi_query", "expanded") if config.scorer == "auto" else (config.scorer,)
+    max_rows = min(config.max_num_seqs * (config.max_draft_tokens + 1), config.max_step_tokens)
+    space = Space(config.max_draft_tokens, max_rows, pool.max_model_len)
+    return calibrate(pool.runner, pool.allocator, vocab_size, scorers, space, time.perf_counter)
+
+
 async def _serve_loaded(
     config: VerifierConfig,
     registry: CollectorRegistry,
@@ -106,6 +124,9 @@ async def _serve_loaded(
     tokenizer: Tokenizer,
     pool: Pool,
 ) -> None:
+    settle_interpreter()
+    vocab_size = min(tokenizer.vocab_size, pool.model.vocab_size)  # an id needs text and logits
+    calibration = await asyncio.to_thread(_calibrate, config, pool, vocab_size)
     metrics = VerifierMetrics(registry, config.target, config.max_draft_tokens)
     model = ModelInfo(config.target, tokenizer.fingerprint, str(pool.model.dtype).removeprefix("torch."), str(pool.model.device))
     metrics.set_build_info(
@@ -116,8 +137,8 @@ async def _serve_loaded(
         dtype=model.dtype,
         device=model.device,
     )
+    metrics.set_calibration(calibration)
     default_mode = Mode(config.mode)
-    vocab_size = min(tokenizer.vocab_size, pool.model.vocab_size)  # an id needs text and logits
     limits = Limits(
         vocab_size=vocab_size,
         max_model_len=pool.max_model_len,
@@ -135,21 +156,36 @@ async def _serve_loaded(
         # Nothing can be served any more: end in order, and let whoever started this process start it again.
         on_crash=lambda: signal.raise_signal(signal.SIGTERM),
     )
-    step_limits = SchedulerLimits(min(config.max_num_seqs, config.max_step_tokens), config.max_step_tokens, config.max_draft_tokens)
+    # A CPU's time grows with every token: beyond these a longer chunk gains nothing, and the others wait for it.
+    is_slow = pool.model.device.type == "cpu" and not config.simulate
+    step_limits = SchedulerLimits(
+        config.max_num_seqs,
+        config.max_step_tokens,
+        config.max_draft_tokens,
+        config.max_prefill_tokens or (_CPU_PREFILL_TOKENS if is_slow else 0),
+        prefix_cache=config.prefix_cache == "on",
+    )
     verifier.start(
         lambda tell: Engine(
             pool.runner,
             pool.allocator,
             vocab_size,
-            EngineLimits(step_limits, pool.max_model_len, config.window),
-            config.scorer,
+            EngineLimits(step_limits, config.window),
+            calibration.scorer,
             tell,
             time.monotonic,
             lambda: secrets.randbits(64),
+            StepCost(calibration.points),
         )
     )
     metrics.watch_engine(lambda: verifier.engine_age_s)
-    metrics.set_occupancy(0, 0, pool.allocator.num_free, pool.allocator.num_used)
+    metrics.set_occupancy(0, 0, pool.allocator.num_free, 0, 0)
+
+    def observe() -> None:
+        drafters, allocator = verifier.drafters(), pool.allocator
+        metrics.observe_links(verifier.link_counters().values(), len(drafters), sum(drafter.suspended for drafter in drafters))
+        if verifier.num_live == 0:  # a cancellation that ends the work is followed by no step
+            metrics.set_occupancy(0, 0, allocator.num_free - allocator.num_cached, allocator.num_used, allocator.num_cached)
 
     def describe() -> VerifierInfo:
         return VerifierInfo(model, limits, verifier.drafters(), verifier.refused_drafters())
@@ -165,26 +201,11 @@ async def _serve_loaded(
     _log.info("serving", target=config.target, blocks=pool.allocator.num_blocks, block_size=config.block_size, max_model_len=pool.max_model_len)
     try:
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(_watch(verifier, pool.allocator, metrics, health, config.stall_timeout_s))
+            watching = watch_engine(lambda: verifier.engine_age_s, config.stall_timeout_s, health, observe, _WATCH_S)
+            watch = tasks.create_task(watching)
             await run_until_signal(doors, health, gate, config.drain_grace_s, link_servicer.end_links)
             watch.cancel()
     finally:
         await verifier.close()
     if verifier.has_crashed:
         raise EngineFailure("the engine has stopped by itself; the log says why")
-
-
-async def _watch(verifier: Verifier, allocator: BlockAllocator, metrics: VerifierMetrics, health: Health, stall_timeout_s: float) -> None:
-    """Tells metrics what no step tells, and health whether the engine shows itself. Keepalive cannot: gRPC answers it by itself."""
-    serving = True
-    while True:
-        await asyncio.sleep(_WATCH_S)
-        drafters = verifier.drafters()
-        metrics.observe_links(verifier.link_counters().values(), len(drafters), sum(drafter.suspended for drafter in drafters))
-        if verifier.num_live == 0:  # a cancellation that ends the work is followed by no step
-            metrics.set_occupancy(0, 0, allocator.num_free, allocator.num_used)
-        healthy = verifier.engine_age_s < stall_timeout_s
-        if healthy is not serving:
-            serving = healthy
-            _log.warning("engine shows itself again" if healthy else "engine has stalled", age_s=round(verifier.engine_age_s, 1))
-            await health.set_serving(healthy)

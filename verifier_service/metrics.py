@@ -4,19 +4,16 @@ Fed with plain numbers: `StepStats` after each step, `LinkCounters` now and then
 know when or where they are scraped.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge
 
+from verifier_service.instruments import OTHER, PREFIX, Cumulative, Maker, raise_all
 from verifier_service.request import FinishReason
-from verifier_service.stats import LinkCounters, StepStats
+from verifier_service.stats import WAIT_OUTCOMES, Calibration, Decisions, LinkCounters, StepStats
 
-_PREFIX = "outrider_"
-_COMMON = ("model_name", "engine")  # vLLM's labels, so that its dashboards work with another prefix
-_OTHER = "other"
-
-STALE_REASONS = ("late", "mismatch", "gap", "duplicate", "unknown_sequence", "over_window", _OTHER)
-REJECTED_REASONS = ("too_long", "bad_shape", "bad_probability", "bad_frame", _OTHER)
+STALE_REASONS = ("late", "mismatch", "gap", "duplicate", "unknown_sequence", "over_window", OTHER)
+REJECTED_REASONS = ("too_long", "bad_shape", "bad_probability", "bad_frame", OTHER)
 FAILURE_REASONS = (
     "INVALID_REQUEST",
     "OVERLOADED",
@@ -27,10 +24,10 @@ FAILURE_REASONS = (
     "CANCELLED",
     "DEADLINE_EXCEEDED",
     "INTERNAL",
-    _OTHER,
+    OTHER,
 )
 BLOCK_STATES = ("free", "used", "cached")
-LINK_KINDS = (("received", "proposals"), ("received", _OTHER), ("sent", "step"), ("sent", _OTHER))  # direction, kind
+LINK_KINDS = (("received", "proposals"), ("received", OTHER), ("sent", "step"), ("sent", OTHER))  # direction, kind
 
 # vLLM's bounds; those of the inter-token latency go on below its 10 ms, where accepted tokens lie.
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -38,6 +35,8 @@ _INTER_TOKEN_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _QUEUE_S = (0.001, 0.01, 0.1, *_REQUEST_S)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+_WINDOWS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+_CHANCES = tuple(tenth / 10 for tenth in range(1, 11))
 _LINK_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
@@ -52,7 +51,7 @@ class VerifierMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str, max_draft_tokens: int, engine: str = "0") -> None:
-        make = _Maker(registry, {"model_name": model_name, "engine": engine})
+        make = self._maker = Maker(registry, {"model_name": model_name, "engine": engine})
         positions = [str(position) for position in range(max_draft_tokens)]
         self._registry = registry
         self._drafts = make.counter("spec_decode_num_drafts", "Rounds: verifications of one sequence with at least one draft token.")
@@ -82,28 +81,40 @@ class VerifierMetrics:
 
         self._step = make.histogram("verify_step_seconds", "Engine steps, from schedule to commit.", _STEP_S)
         self._wait = make.histogram("draft_wait_seconds", "Time that a step waited for guesses.", _LINK_S)
+        self._predicted = make.counter("predicted_step_seconds", "What the steps were expected to take, summed up.")
+        self._predicted_actual = make.counter("predicted_step_actual_seconds", "What the same steps took.")
+        self._allotted = make.histogram(
+            "allotted_draft_tokens", "Draft tokens scored, per sequence and step of a decode, none included.", range(max_draft_tokens + 1)
+        )
+        self._windows = make.histogram("granted_window_tokens", "Windows granted to draft services, per sequence and step.", _WINDOWS)
+        self._bounds = make.histogram("acceptance_lower_bound", "Chance of acceptance that guesses were scored by, per sequence and step.", _CHANCES)
+        self._waits = make.counters("draft_waits", "Waits for guesses that were begun, by how they ended.", "outcome", WAIT_OUTCOMES)
+        self._wait_seconds = make.counters("draft_waits_seconds", "What they took.", "outcome", WAIT_OUTCOMES)
         self._rows = make.counters(
             "step_tokens", "Tokens run through the target: of prompts, or of decoding with its guesses.", "kind", ("prefill", "decode")
         )
         self._running = make.gauge("num_requests_running", "Requests that hold KV blocks.")
         self._waiting = make.gauge("num_requests_waiting", "Requests that hold none yet.")
         self._preemptions = make.counter("num_preemptions", "Times that a request lost its KV blocks to others.")
+        self._prefix_queries = make.counter("prefix_cache_queries", "Prompt tokens of requests that have begun to run.")
+        self._prefix_hits = make.counter("prefix_cache_hits", "Of those, the tokens whose KV was there from an earlier request.")
         self._blocks = make.gauges("kv_blocks", "KV blocks, by state.", "state", BLOCK_STATES)
         self._step_age = make.gauge("engine_step_age_seconds", "Seconds since the engine thread last showed itself.")
 
         self._round_trip = make.histogram("link_round_trip_seconds", "Round trips of heartbeats to draft services.", _LINK_S)
         self._link_bytes = make.pairs("link_bytes", "Bytes of messages on links to draft services.", ("direction", "kind"), LINK_KINDS)
+        self._link_messages = make.pairs("link_messages", "Messages on links to draft services.", ("direction", "kind"), LINK_KINDS)
         self._drafters = make.gauge("drafters", "Attached draft services.")
         self._suspended = make.gauge("drafters_suspended", "Of those, the ones that are not asked because they do not answer.")
-        self._links: dict[str, _Cumulative] = {
-            "received": _Cumulative(make.counter("received_guesses", "Guesses that arrived from draft services.")),
-            "overlapped": _Cumulative(make.counter("overlapped_guesses", "Of those, the ones that arrived while a step was being computed.")),
-            "dropped": _Cumulative(make.counter("dropped_guesses", "Guesses dropped because committed tokens contradicted them.")),
+        self._links: dict[str, Cumulative] = {
+            "received": Cumulative(make.counter("received_guesses", "Guesses that arrived from draft services.")),
+            "overlapped": Cumulative(make.counter("overlapped_guesses", "Of those, the ones that arrived while a step was being computed.")),
+            "dropped": Cumulative(make.counter("dropped_guesses", "Guesses dropped because committed tokens contradicted them.")),
         }
         stale = make.counters("draft_stale", "Guesses that fitted nothing, by reason.", "reason", STALE_REASONS)
         rejected = make.counters("rejected_proposals", "Proposals refused as malformed, by reason.", "reason", REJECTED_REASONS)
-        self._stale = {reason: _Cumulative(child) for reason, child in stale.items()}
-        self._rejected = {reason: _Cumulative(child) for reason, child in rejected.items()}
+        self._stale = {reason: Cumulative(child) for reason, child in stale.items()}
+        self._rejected = {reason: Cumulative(child) for reason, child in rejected.items()}
 
     def set_build_info(self, *, version: str, protocol_revision: str, model: str, tokenizer: str, dtype: str, device: str) -> None:
         """Tells what runs here, once; `tokenizer` is a fingerprint or its beginning."""
@@ -115,7 +126,18 @@ class VerifierMetrics:
             "dtype": dtype,
             "device": device,
         }
-        Gauge(f"{_PREFIX}build_info", "What runs here; always 1.", tuple(labels), registry=self._registry).labels(**labels).set(1)
+        Gauge(f"{PREFIX}build_info", "What runs here; always 1.", tuple(labels), registry=self._registry).labels(**labels).set(1)
+
+    def set_calibration(self, calibration: Calibration) -> None:
+        """Tells what was measured at the start, once."""
+        scorer = self._maker.family("scorer_info", "The scorer in use; always 1.", "scorer")
+        scorer(calibration.scorer).set(1)
+        costs = self._maker.family("calibrated_step_seconds", "What a step of so many tokens took at the start.", "tokens")
+        for rows, seconds in calibration.points.items():
+            costs(str(rows)).set(seconds)
+        compared = self._maker.family("calibrated_scorer_seconds", "What one sequence with K guesses took at the start.", "scorer")
+        for name, seconds in calibration.scorer_seconds.items():
+            compared(name).set(seconds)
 
     def watch_engine(self, age_s: Callable[[], float]) -> None:
         """Reads the engine's age in seconds at each scrape."""
@@ -129,12 +151,30 @@ class VerifierMetrics:
             self._rows["decode"].inc(stats.decode_rows)
         if stats.decode_rows:
             self._wait.observe(stats.waited_seconds)
+        self._observe_decisions(stats.decisions, stats.seconds)
         for seconds in stats.queue_seconds:
             self._queue.observe(seconds)
         self._preemptions.inc(stats.preempted)
-        self.set_occupancy(stats.running, stats.waiting, stats.free_blocks, stats.used_blocks)
+        self._prefix_queries.inc(stats.queried_tokens)
+        self._prefix_hits.inc(stats.cached_tokens)
+        self.set_occupancy(stats.running, stats.waiting, stats.free_blocks, stats.used_blocks, stats.cached_blocks)
 
-    def set_occupancy(self, running: int, waiting: int, free_blocks: int, used_blocks: int, cached_blocks: int = 0) -> None:
+    def _observe_decisions(self, decisions: Decisions, seconds: float) -> None:
+        for count in decisions.allotted:
+            self._allotted.observe(count)
+        for window in decisions.windows:
+            self._windows.observe(window)
+        for bound in decisions.acceptance_bounds:
+            self._bounds.observe(bound)
+        if decisions.predicted_seconds is not None:
+            self._predicted.inc(decisions.predicted_seconds)
+            self._predicted_actual.inc(seconds)
+        if decisions.wait is not None:
+            outcome, waited_seconds = decisions.wait
+            self._waits[outcome].inc()
+            self._wait_seconds[outcome].inc(waited_seconds)
+
+    def set_occupancy(self, running: int, waiting: int, free_blocks: int, used_blocks: int, cached_blocks: int) -> None:
         """Tells how full the engine is, where no step does: before the first one, and after a cancellation that ends the work."""
         self._running.set(running)
         self._waiting.set(waiting)
@@ -159,8 +199,8 @@ class VerifierMetrics:
         self._links["received"].raise_to(total.received)
         self._links["overlapped"].raise_to(total.joined_while_computing)
         self._links["dropped"].raise_to(total.dropped)
-        _raise_all(self._stale, total.stale)
-        _raise_all(self._rejected, total.rejected)
+        raise_all(self._stale, total.stale)
+        raise_all(self._rejected, total.rejected)
         self._drafters.set(attached)
         self._suspended.set(suspended)
 
@@ -170,7 +210,9 @@ class VerifierMetrics:
 
     def count_link_bytes(self, direction: str, kind: str, size: int) -> None:
         """Takes the size of a message: `received` or `sent`, and which arm it is; those that are neither guesses nor steps are `other`."""
-        self._link_bytes.get((direction, kind), self._link_bytes[direction, _OTHER]).inc(size)
+        arm = (direction, kind) if (direction, kind) in self._link_bytes else (direction, OTHER)
+        self._link_bytes[arm].inc(size)
+        self._link_messages[arm].inc()
 
     def count_prompt(self, num_tokens: int) -> None:
         """See `RequestObserver`."""
@@ -211,53 +253,4 @@ class VerifierMetrics:
 
     def count_failure(self, reason: str) -> None:
         """See `RequestObserver`; an unknown reason is counted as `other`, so that no peer can make label values."""
-        self._failed.get(reason, self._failed[_OTHER]).inc()
-
-
-class _Maker:
-    """Registers families with the common labels bound, and their children."""
-
-    def __init__(self, registry: CollectorRegistry, common: Mapping[str, str]) -> None:
-        self._registry = registry
-        self._common = dict(common)
-
-    def counter(self, name: str, text: str) -> Counter:
-        return Counter(_PREFIX + name, text, _COMMON, registry=self._registry).labels(**self._common)
-
-    def gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(_PREFIX + name, text, _COMMON, registry=self._registry).labels(**self._common)
-
-    def histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(_PREFIX + name, text, _COMMON, buckets=tuple(buckets), registry=self._registry).labels(**self._common)
-
-    def counters(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
-        family = Counter(_PREFIX + name, text, (*_COMMON, label), registry=self._registry)
-        return {value: family.labels(**self._common, **{label: value}) for value in values}
-
-    def pairs(self, name: str, text: str, labels: tuple[str, str], values: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Counter]:
-        family = Counter(_PREFIX + name, text, (*_COMMON, *labels), registry=self._registry)
-        return {value: family.labels(**self._common, **dict(zip(labels, value, strict=True))) for value in values}
-
-    def gauges(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Gauge]:
-        family = Gauge(_PREFIX + name, text, (*_COMMON, label), registry=self._registry)
-        return {value: family.labels(**self._common, **{label: value}) for value in values}
-
-
-class _Cumulative:
-    """A counter fed with totals. A total that seems to fall (read while a link went) is waited out, never counted twice."""
-
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._total = 0
-
-    def raise_to(self, total: int) -> None:
-        if total > self._total:
-            self._counter.inc(total - self._total)
-            self._total = total
-
-
-def _raise_all(children: Mapping[str, _Cumulative], totals: Mapping[str, int]) -> None:
-    for reason, child in children.items():
-        if reason != _OTHER:
-            child.raise_to(totals.get(reason, 0))
-    children[_OTHER].raise_to(sum(total for reason, total in totals.items() if reason not in children or reason == _OTHER))
+        self._failed.get(reason, self._failed[OTHER]).inc()

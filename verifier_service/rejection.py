@@ -5,7 +5,7 @@ lies: drafters are trusted in this mode. Nothing here may look at a guess and th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,25 +79,29 @@ class Uniforms:
     plain: Tensor
 
 
-def verify_rejection(target_probs: Tensor, tested: Sequence[Tested]) -> list[Verdict]:
+def verify_rejection(target_probs: Tensor, tested: Sequence[Tested], is_usable: Tensor | None = None) -> list[Verdict]:
     """Accepts a prefix of each sequence's guesses and draws the token after it.
 
     Args:
         target_probs: [B, K_max + 1, V] float64 as contracted: row i of a sequence is the target's distribution after guess i, 0 where it has no row.
         tested: B sequences.
+        is_usable: [B, K_max + 1] bool as contracted: which rows are distributions; without it, those that are not 0.
 
     Returns:
-        One verdict per sequence; empty where the sequence has no row.
+        One verdict per sequence; empty where the sequence has no first row. A guess whose own row is unusable is as if it had not come.
     """
-    has_row = (target_probs[:, 0].amax(-1) > 0).tolist()
     num_rows, device = target_probs.shape[1], target_probs.device
+    # Found and applied on the device: one transfer tells the host all.
+    num_usable = (target_probs.amax(-1) > 0 if is_usable is None else is_usable).long().cumprod(-1).sum(-1)
     lengths = torch.tensor([scored.length for scored in tested], dtype=torch.int64, device=device)
     streams = ([scored.keys.accept for scored in tested], [scored.keys.residual for scored in tested], [scored.keys.plain for scored in tested])
     draws = Uniforms(*(uniforms_from(lengths, key_tensor(keys, device), num_rows) for keys in streams))
-    accepted, next_ids = verify_batch(target_probs, _to_tensors(tested, num_rows - 1, device), draws)
+    guesses = _to_tensors(tested, num_rows - 1, device)
+    guesses = replace(guesses, counts=guesses.counts.minimum(num_usable - 1).clamp_min_(0))
+    found = torch.stack((num_usable, *verify_batch(target_probs, guesses, draws)), 1).tolist()
     return [
-        Verdict(num_accepted, (*scored.guesses[:num_accepted], next_id)) if scores else Verdict(0, ())
-        for scores, scored, num_accepted, next_id in zip(has_row, tested, accepted.tolist(), next_ids.tolist(), strict=True)
+        Verdict(num_accepted, (*scored.guesses[:num_accepted], next_id)) if rows else Verdict(0, ())
+        for scored, (rows, num_accepted, next_id) in zip(tested, found, strict=True)
     ]
 
 
@@ -121,13 +125,14 @@ def verify_batch(target_probs: Tensor, guesses: Guesses, draws: Uniforms) -> tup
     target = torch.where(is_token, target_probs[:, :-1].gather(-1, column)[..., 0], 0.0)
     draft_probs = guesses.weights / guesses.weights.sum(-1, keepdim=True).clamp_min(_NO_MASS)
     draft = (draft_probs * (guesses.support == guesses.token_ids[..., None])).sum(-1)
-    passes = draws.accept[:, :-1] * draft < target
-    # Behind a sequence's last guess there is no target row and no token: nothing passes.
+    is_guess = torch.arange(guesses.token_ids.shape[1], device=target.device) < guesses.counts[:, None]
+    passes = is_guess & (draws.accept[:, :-1] * draft < target)
     accepted = passes.long().cumprod(-1).sum(-1)
     rejects = accepted < guesses.counts
     weights = target_probs[torch.arange(len(accepted), device=accepted.device), accepted]
-    rows = rejects.nonzero()[:, 0]
-    weights[rows] = _residual(weights[rows], guesses.support[rows, accepted[rows]], draft_probs[rows, accepted[rows]])
+    if guesses.token_ids.shape[1]:
+        tested = torch.arange(len(accepted), device=accepted.device), accepted.clamp(max=guesses.token_ids.shape[1] - 1)
+        weights = torch.where(rejects[:, None], _residual(weights, guesses.support[tested], draft_probs[tested]), weights)
     draw = torch.where(rejects[:, None], draws.residual, draws.plain).gather(1, accepted[:, None])[:, 0]
     return accepted, invert(weights, draw).clamp_(max=num_ids - 1)
 

@@ -38,6 +38,8 @@ class Request:
         mode: coupled or rejection.
         max_draft_tokens: most guesses scored in one step; 0 is plain decoding.
         preferred_drafter: display name or instance id, if any.
+        priority: the higher goes first.
+        tenant: whose it is; "" is the one of all who name none.
     """
 
     request_id: str
@@ -49,6 +51,8 @@ class Request:
     mode: Mode = Mode.COUPLED
     max_draft_tokens: int = 0
     preferred_drafter: str | None = None
+    priority: int = 0
+    tenant: str = ""
 
 
 class FinishReason(enum.Enum):
@@ -73,6 +77,7 @@ class Emission:
         overlapped: whether the round used guesses that arrived while the step before it was being computed.
         finish: why the completion ended with the last of these tokens, if it did.
         matched_id: the stop or end-of-sequence token, if that was why.
+        cached_prompt_tokens: tokens of the prompt that were not computed, because their KV was there; the same in all of a request's.
         error: set when the request failed; nothing follows.
     """
 
@@ -84,4 +89,5 @@ class Emission:
     overlapped: bool = False
     finish: FinishReason | None = None
     matched_id: int | None = None
+    cached_prompt_tokens: int = 0
     error: OutriderError | None = None

@@ -1,18 +1,16 @@
 """From a step's plan to its verdicts: expand, one forward, contract, verify. It knows no links and commits nothing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shared.engine.model_runner import ModelRunner
 from shared.errors import EngineFailure
-from shared.picking import finite_rows, pick_best, probabilities, process
+from shared.picking import finite_rows, pick_usable, probabilities, process
 from shared.sampling import Pick
 from verifier_service.coupled import verify_coupled
 from verifier_service.expansion import ABSENT_ID, ABSENT_PROBABILITY, Expansion, Scored, Scorer, contract, expand
-from verifier_service.generation import Generation
 from verifier_service.rejection import Tested, verify_rejection
 from verifier_service.scheduler import Scheduled
 from verifier_service.verdict import Verdict
@@ -49,72 +47,55 @@ class Scoring:
             return verdicts
         picks = [pick for part in plan if part.is_terminal for pick in part.generation.picks(part.num_guesses)]
         scores = process(logits, picks)
-        num_usable = _count_usable_rows(scores, expansion)
-        for indices, verify in zip(_by_mode(plan, num_usable), (_verify_coupled, _verify_rejection), strict=True):
-            rows = [row for row, (index, _) in enumerate(expansion.places) if index in indices]
-            if rows:
-                some = _narrow(expansion, rows, indices)
-                tested = [_tested(plan[index], num_usable[index] - 1) for index in indices]
-                found = verify(scores if len(rows) == len(picks) else scores[rows], [picks[row] for row in rows], some, tested)
+        for indices, verify in zip(_by_mode(plan), (_verify_coupled, _verify_rejection), strict=True):
+            if indices:
+                some, rows = _narrow(expansion, indices)
+                if len(rows) == len(picks):
+                    found = verify(scores, picks, some, [plan[index] for index in indices])
+                else:
+                    found = verify(scores[rows], [picks[row] for row in rows], some, [plan[index] for index in indices])
                 for index, verdict in zip(indices, found, strict=True):
-                    verdicts[index] = verdict
-        for index, part in enumerate(plan):
-            if part.is_terminal and num_usable[index] == 0:
-                verdicts[index] = EngineFailure("the model's output is not finite")
+                    verdicts[index] = verdict if verdict.token_ids else EngineFailure("the model's output is not finite")
         return verdicts
 
 
-@dataclass(frozen=True, slots=True)
-class _Guessed:
-    """A sequence with the guesses that its rows can test."""
-
-    generation: Generation
-    guesses: tuple[int, ...]
-
-
-def _count_usable_rows(scores: Tensor, expansion: Expansion) -> list[int]:
-    """Leading rows of each sequence that can be picked from. A guess whose own row cannot is as if it had not come: it fails no request."""
-    counts = [0] * expansion.num_sequences
-    for (index, row), is_finite in zip(expansion.places, finite_rows(scores).tolist(), strict=True):
-        if is_finite and counts[index] == row:
-            counts[index] += 1
-    return counts
+def _by_mode(plan: Sequence[Scheduled]) -> tuple[list[int], list[int]]:
+    """Indices of the parts to verify by equality, and of those by ratio. A chunk of a prompt has nothing to verify."""
+    terminal = [index for index, part in enumerate(plan) if part.is_terminal]
+    by_ratio = [index for index in terminal if plan[index].generation.rejection_keys is not None]
+    return ([index for index in terminal if plan[index].generation.rejection_keys is None] if by_ratio else terminal), by_ratio
 
 
-def _by_mode(plan: Sequence[Scheduled], num_usable: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Indices of the parts to verify by equality, and of those by ratio."""
-    usable = [index for index in range(len(plan)) if num_usable[index]]
-    by_ratio = [index for index in usable if plan[index].generation.rejection_keys is not None]
-    return [index for index in usable if index not in by_ratio], by_ratio
-
-
-def _narrow(expansion: Expansion, rows: Sequence[int], indices: Sequence[int]) -> Expansion:
-    """The same map for some of the rows, with their sequences numbered anew."""
+def _narrow(expansion: Expansion, indices: Sequence[int]) -> tuple[Expansion, list[int]]:
+    """The same map for some of the sequences, numbered anew, and their rows."""
+    if len(indices) == expansion.num_sequences:
+        return expansion, list(range(len(expansion.places)))
     renumbered = {index: place for place, index in enumerate(indices)}
+    rows = [row for row, (index, _) in enumerate(expansion.places) if index in renumbered]
     places = ((renumbered[index], row) for index, row in (expansion.places[row] for row in rows))
-    return Expansion((), tuple(places), len(indices), expansion.width)
+    return Expansion((), tuple(places), len(indices), expansion.width), rows
 
 
-def _verify_coupled(scores: Tensor, picks: Sequence[Pick], expansion: Expansion, guessed: Sequence[_Guessed]) -> list[Verdict]:
-    target_ids = contract(pick_best(scores, picks), expansion, ABSENT_ID)
-    return verify_coupled(target_ids, [each.guesses for each in guessed])
+def _verify_coupled(scores: Tensor, picks: Sequence[Pick], expansion: Expansion, parts: Sequence[Scheduled]) -> list[Verdict]:
+    target_ids = contract(pick_usable(scores, picks), expansion, ABSENT_ID)
+    return verify_coupled(target_ids, [_guesses(part) for part in parts])
 
 
-def _verify_rejection(scores: Tensor, picks: Sequence[Pick], expansion: Expansion, guessed: Sequence[_Guessed]) -> list[Verdict]:
+def _verify_rejection(scores: Tensor, picks: Sequence[Pick], expansion: Expansion, parts: Sequence[Scheduled]) -> list[Verdict]:
     target_probs = contract(probabilities(scores, picks), expansion, ABSENT_PROBABILITY)
     tested = []
-    for generation, guesses in ((each.generation, each.guesses) for each in guessed):
+    for part in parts:
+        generation, guesses = part.generation, _guesses(part)
         assert generation.rejection_keys is not None, "only requests with keys of their own are tested by ratio"
         drawn_from = generation.guesses.drawn_from(len(guesses))
         tested.append(Tested(len(generation.committed), generation.rejection_keys, guesses, drawn_from))
-    return verify_rejection(target_probs, tested)
+    return verify_rejection(target_probs, tested, contract(finite_rows(scores), expansion, False))
+
+
+def _guesses(part: Scheduled) -> tuple[int, ...]:
+    return tuple(part.generation.guesses.token_ids[: part.num_guesses])
 
 
 def _scored(part: Scheduled) -> Scored:
     sequence = part.generation.sequence
-    guesses = part.generation.guesses.token_ids[: part.num_guesses]
-    return Scored(sequence.token_ids, sequence.kv_len, sequence.block_table, guesses, part.num_tokens)
-
-
-def _tested(part: Scheduled, num_guesses: int) -> _Guessed:
-    return _Guessed(part.generation, tuple(part.generation.guesses.token_ids[: min(part.num_guesses, num_guesses)]))
+    return Scored(sequence.token_ids, sequence.kv_len, sequence.block_table, _guesses(part), part.num_tokens)

@@ -18,11 +18,14 @@ from verifier_service.inbox import Frame, Inbox
 from verifier_service.info import DrafterInfo, RefusedDrafter
 from verifier_service.request import Emission, Request
 from verifier_service.stats import LinkCounters, StepStats
+from verifier_service.turnover import Turnover
 
 _MAX_REFUSED = 16
 # Far more than any drafter sends during a step; a drafter that sends more than the engine takes is not waited for.
 _MAX_WAITING_FRAMES = 1024
 _MAX_WAITING_IDS = 1 << 20
+# Streams that are given their tokens at one go: a link, whose guesses the engine may be waiting for, is not to wait behind all of them.
+_DELIVERED_AT_ONCE = 8
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -67,12 +70,14 @@ class Verifier:
         self._on_round_trip = on_round_trip
         self._on_crash = on_crash
         self._streams: dict[int, asyncio.Queue[Emission]] = {}
+        self._undelivered: deque[tuple[int, Emission]] = deque()
         self._request_ids: set[str] = set()
         self._next_number = itertools.count(1)
         self._links: dict[int, _Link] = {}
         self._next_link = itertools.count(1)
         self._refused: deque[RefusedDrafter] = deque(maxlen=_MAX_REFUSED)
         self._crashed = False
+        self._turnover = Turnover(clock)
 
     def start(self, build: Callable[[Callable[[int, StepBatch], None]], Engine]) -> None:
         """Starts the engine thread.
@@ -118,9 +123,11 @@ class Verifier:
         if self._crashed:
             raise Unavailable("ENGINE_STALLED", "the engine has stopped", retry_after_s=10.0)
         if len(self._streams) >= self._max_live:
-            raise Overloaded(f"{len(self._streams)} requests are running or waiting already")
+            raise Overloaded(f"{len(self._streams)} requests are running or waiting already", self._turnover.refuse())
         if request.request_id in self._request_ids:
             raise InvalidRequest("request_id", "a request of this id is running")
+        if not self._streams:
+            self._turnover.begin()
         number = next(self._next_number)
         stream = self._streams[number] = asyncio.Queue()
         self._request_ids.add(request.request_id)
@@ -129,6 +136,7 @@ class Verifier:
             yield _emissions(stream)
         finally:
             del self._streams[number]
+            self._turnover.end()
             self._request_ids.remove(request.request_id)
             # Of a request that has ended by itself the engine knows nothing any more, and does nothing.
             self._thread.post(lambda: self._engine.cancel(number))
@@ -259,11 +267,21 @@ class Verifier:
             link.on_batch(batch)
 
     def _deliver(self, output: StepOutput) -> None:
-        for number, emission in output.emissions:
+        # Links first: what they are told was posted before this, but it takes them a turn of the loop to send it.
+        if not self._undelivered:
+            self._loop.call_soon(self._deliver_some)
+        self._undelivered.extend(output.emissions)
+        self._loop.call_soon(self._on_stats, output.stats)
+
+    def _deliver_some(self) -> None:
+        """Gives some streams their tokens, and leaves the others to the loop's next turn. Each stream's stay in order."""
+        for _ in range(min(_DELIVERED_AT_ONCE, len(self._undelivered))):
+            number, emission = self._undelivered.popleft()
             stream = self._streams.get(number)
             if stream is not None:
                 stream.put_nowait(emission)
-        self._on_stats(output.stats)
+        if self._undelivered:
+            self._loop.call_soon(self._deliver_some)
 
     def _crash(self) -> None:
         self._crashed = True

@@ -168,6 +168,7 @@ def _finished(growth: Growth, reason: FinishReason, usage: Usage) -> generate_pb
             rounds=usage.rounds,
             drafted_tokens=usage.drafted_tokens,
             accepted_tokens=usage.accepted_tokens,
+            cached_prompt_tokens=usage.cached_prompt_tokens,
         ),
     )
     if isinstance(growth.matched, str):

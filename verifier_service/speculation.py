@@ -3,7 +3,8 @@
 State of the engine thread. It knows no model, no KV and no gRPC; batches leave through a callback.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from shared.link import Begin, Capacity, Commit, Decline, End, EndReason, Hello, Proposal, ProposalBatch, Resync, StepBatch
 from verifier_service.acceptance import Acceptance
@@ -11,6 +12,7 @@ from verifier_service.drafters import Drafter, Drafters
 from verifier_service.generation import Generation
 from verifier_service.pacing import Pacing
 from verifier_service.stats import LinkCounters
+from verifier_service.step_cost import StepCost
 
 _RESYNC_INTERVAL_S = 1.0  # a drafter that keeps losing track of a sequence is told of it again this often at most
 
@@ -23,14 +25,22 @@ class Speculation:
         tell: takes (link, batch) on its way to a drafter; must not block.
         window: most tokens beyond the committed ones that a drafter may have sent.
         max_draft_tokens: most guesses scored for a sequence in a step.
+        cost: of a step; nothing is known of it unless it was calibrated.
     """
 
-    def __init__(self, live: Mapping[int, Generation], tell: Callable[[int, StepBatch], None], window: int, max_draft_tokens: int) -> None:
+    def __init__(
+        self,
+        live: Mapping[int, Generation],
+        tell: Callable[[int, StepBatch], None],
+        window: int,
+        max_draft_tokens: int,
+        cost: StepCost | None = None,
+    ) -> None:
         self._live = live
         self._tell = tell
         self._window = window
         self._drafters = Drafters()
-        self._pacing = Pacing(self._drafters, window, max_draft_tokens)
+        self._pacing = Pacing(self._drafters, window, max_draft_tokens, cost or StepCost())
         self._step = 0
         self._resynced_at: dict[int, float] = {}
         self.gone = LinkCounters()  # of links that are no more
@@ -81,6 +91,12 @@ class Speculation:
             case ProposalBatch():
                 for proposal in frame.proposals:
                     self._join(drafter, proposal, frame.step, now, overlapped)
+                for number in frame.resting:
+                    generation = self._live.get(number)
+                    if generation is not None and generation.drafter == link and frame.step >= generation.told_step:
+                        generation.is_resting = True
+                if frame.proposals:
+                    drafter.timing.told_s = frame.draft_seconds / max(len(proposal.token_ids) for proposal in frame.proposals)
                 drafter.answer(frame.step, frame.idle, bool(frame.proposals), now, self._pacing.is_disturbed(overlapped))
             case Capacity(sequences):
                 drafter.capacity = sequences
@@ -128,6 +144,7 @@ class Speculation:
             return
         if not settled.foreseen:
             generation.cut_step = self._step + 1  # of the next flush, which tells of it
+        generation.told_step, generation.is_resting = self._step + 1, False
         self._pacing.committed(generation, drafter, settled.num_dropped > 0, now)
         drafter.counters.dropped += settled.num_dropped
         rewind = generation.lost
@@ -137,8 +154,16 @@ class Speculation:
         if generation.number in drafter.begins:
             self._begin(generation, drafter)  # not told yet: tell it with these tokens
         else:
-            window = self._pacing.window(generation, drafter)
-            drafter.commits[generation.number] = Commit(generation.number, base_length, accepted, token_ids, window, rewind)
+            drafter.commits[generation.number] = Commit(generation.number, base_length, accepted, token_ids, generation.granted, rewind)
+
+    def grant(self, decoding: Sequence[Generation]) -> None:
+        """Puts the windows for the next step into the commits of this one, once all of them are there."""
+        self._pacing.grant(decoding)
+        for generation in decoding:
+            drafter = self._drafters.get(generation.drafter)
+            commit = drafter.commits.get(generation.number) if drafter is not None else None
+            if drafter is not None and commit is not None and commit.window != generation.granted:
+                drafter.commits[generation.number] = replace(commit, window=generation.granted)
 
     def verified(self, generation: Generation, accepted: int, drafted: int) -> None:
         """A round is committed."""
@@ -181,13 +206,16 @@ class Speculation:
             counters.joined_while_computing += joined.num_joined
         if joined.agrees:
             self._pacing.guesses_came(generation, drafter, joined.num_joined, now, overlapped)
+        elif joined.stale in ("late", "mismatch"):
+            self._pacing.guesses_missed(generation, drafter)
 
     def _served_by(self, drafter: Drafter) -> list[Generation]:
         return [self._live[number] for number in sorted(drafter.sequences) if number in self._live]
 
     def _begin(self, generation: Generation, drafter: Drafter) -> None:
         generation.guesses.clear()
-        generation.lost, generation.cut_step = False, self._step + 1
+        generation.lost, generation.is_resting = False, False
+        generation.cut_step = generation.told_step = self._step + 1
         self._take_back(generation, drafter)
         drafter.ends.pop(generation.number, None)
         rules = generation.rules
@@ -198,7 +226,7 @@ class Speculation:
             mode=generation.request.mode,
             sampling=rules.sampling,
             draft_seed=generation.draft_seed,
-            window=self._pacing.window(generation, drafter),
+            window=self._pacing.first_window(generation, drafter),
             suppressed_ids=rules.suppressed_ids,
             suppressed_until=rules.suppressed_until,
         )

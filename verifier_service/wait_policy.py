@@ -1,48 +1,94 @@
 """How long a step may wait for guesses. Pure: numbers in, numbers out; it does not know links or clocks.
 
-The rule, first and simple (a controller that weighs the whole batch replaces it later):
+Two rules, one for each way of drafting:
 
-- A sequence is *served* when it has as many guesses as are worth waiting for, or its drafter has nothing more.
-- With a window of K the drafter is to stand still while the verifier computes (both services on one machine): the number worth waiting
-  for is the one that gives most tokens per second, the turnaround and a gap per further guess included. It is also the window that is
-  granted, so that nothing is drafted beside a step. It may be 0; then one guess is asked for now and then, to learn whether that has changed.
-- With a wider window the drafter goes on meanwhile, and a guess in hand now only saves the bubble after the next miss. A lone sequence
-  without guesses waits only if that beats going on plainly for every number of plain steps (the wait rule of the design's simulation: no slower than
-  plain decoding at any distance). Several sequences wait only for drafters that answer within a third of a step, until half are served.
-- A wait ends when the next guess is overdue, and never lasts longer than one mean decode step. One that was in vain is not repeated
-  until that drafter has sent a guess that fits.
+- With a window of K the drafter stands still while the verifier computes (both services on one machine, or one round at a time for comparison).
+  What is waited for now is not there later, so a wait is one more cost of the step: of all deadlines the one is chosen that gives the batch
+  most expected tokens per second. It says how many guesses each sequence is granted, none included.
+- With a wider window the drafter goes on meanwhile, and a guess in hand now only saves part of the bubble after the next miss. A lone sequence
+  without guesses waits only if that beats going on plainly for every number of plain steps, so it is no slower than plain decoding at any distance.
+  Several sequences wait only for drafters that answer within a third of a step, for less than half a step, until half of them have a few guesses.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verifier_service.guess_budget import Budget, Cost, allot
+
 _MAX_GATHERED = 16
+ENOUGH_WHEN_GATHERED = 3
+_GATHER_SHARE = 0.4  # of a step
 
 
-def num_worth_in_lock_step(acceptance: float, turnaround_s: float, gap_s: float, step_s: float, max_guesses: int) -> int:
-    """Guesses worth drafting and waiting for while the drafter stands still during a step, 0..max_guesses.
+@dataclass(frozen=True, slots=True)
+class Tempo:
+    """How fast guesses come once the drafter hears of a commit.
 
     Args:
-        acceptance: chance that a guess is accepted given that those before it were, 0..1.
-        turnaround_s: from a commit to the first guess that knows it.
+        turnaround_s: from the commit to the first guess that knows it.
         gap_s: between two guesses of a sequence.
-        step_s: of a plain step.
-        max_guesses: most guesses scored in a step.
     """
-    best, best_rate = 0, 1.0 / step_s
-    tokens = 1.0
-    for count in range(1, max_guesses + 1):
-        drafting_s = turnaround_s + (count - 1) * gap_s
-        if drafting_s > step_s:  # no wait is longer
-            break
-        tokens += acceptance**count
-        rate = tokens / (step_s + drafting_s)
-        if rate > best_rate:
-            best, best_rate = count, rate
+
+    turnaround_s: float
+    gap_s: float
+
+    def deadline_s(self, count: int) -> float:
+        """When `count` guesses are there, at least one."""
+        return self.turnaround_s + (count - 1) * self.gap_s
+
+    def num_by(self, deadline_s: float, limit: int) -> int:
+        """Guesses that are there by then, at most `limit`."""
+        if deadline_s < self.turnaround_s:
+            return 0
+        return limit if self.gap_s <= 0 else min(limit, 1 + int((deadline_s - self.turnaround_s) / self.gap_s + 1e-9))
+
+
+@dataclass(frozen=True, slots=True)
+class LockStep:
+    """What a batch drafts while it stands still: guesses per sequence, and how long they are expected to take."""
+
+    budget: Budget
+    waiting_s: float
+
+
+def plan_lock_step(
+    acceptances: Sequence[float], limits: Sequence[int], tempos: Sequence[Tempo], cost: Cost, num_rows: int, max_guesses: int
+) -> LockStep:
+    """The deadline, and the guesses for each sequence, with most tokens per second for the batch.
+
+    Args:
+        acceptances: per sequence, the chance that a guess is accepted given that those before it were.
+        limits: per sequence, most guesses that it may be granted; 0 for one without a drafter.
+        tempos: per sequence, of its drafter.
+        cost: seconds of a step for numbers of tokens.
+        num_rows: tokens in the step without guesses.
+        max_guesses: most guesses in all.
+    """
+    best = LockStep(allot(acceptances, [0] * len(limits), cost, num_rows, 0), 0.0)
+    width = max(limits, default=0)
+    alone_s = best.budget.seconds
+    everything = allot(acceptances, limits, lambda rows: np.ones(len(rows)), num_rows, max_guesses).num_tokens
+    for deadline_s in sorted({tempo.deadline_s(count) for tempo in set(tempos) for count in range(1, width + 1)}):
+        if everything <= best.budget.rate * (alone_s + deadline_s):
+            break  # not even if guesses cost nothing but the wait
+        reachable = [tempo.num_by(deadline_s, limit) for tempo, limit in zip(tempos, limits, strict=True)]
+        budget = allot(acceptances, reachable, cost, num_rows, max_guesses, deadline_s)
+        if budget.rate > best.budget.rate:
+            best = LockStep(budget, deadline_s)
     return best
 
 
+def worth_of_next(acceptance: float, count: int) -> float:
+    """What one guess more than `count` in hand saves while the drafter goes on during a step, in steps: part of the bubble after the next miss."""
+    return acceptance ** (count + 1) * (1 - acceptance)
+
+
 def num_worth_ahead(acceptance: float, gap_s: float, step_s: float, max_guesses: int) -> int:
-    """Guesses worth waiting for while the drafter goes on during a step: one more must save more of the next bubble than it costs."""
+    """Guesses worth waiting for while the drafter goes on during a step, once the first one is: at least 1, unless none may be scored."""
     for count in range(1, max_guesses):
-        if acceptance ** (count + 1) * (1 - acceptance) * step_s <= gap_s:
+        if worth_of_next(acceptance, count) * step_s <= gap_s:
             return count
     return max_guesses
 
@@ -51,11 +97,11 @@ def pays_to_wait(acceptance: float, due_s: float, gap_s: float, step_s: float, n
     """Whether a lone sequence without guesses does better to wait for `num_worth` of them than to take m = 1, 2, ... plain steps first.
 
     Args:
-        acceptance: as above.
-        due_s: until the first guess is expected; in the past if negative.
+        acceptance: chance that a guess is accepted given that those before it were, 0..1.
+        due_s: until the next guess; negative if it is late.
         gap_s: between two guesses.
         step_s: of a plain step.
-        num_worth: guesses to wait for.
+        num_worth: guesses that would be waited for, at least 1.
         max_guesses: most guesses scored in a step.
     """
 
@@ -71,10 +117,27 @@ def pays_to_wait(acceptance: float, due_s: float, gap_s: float, step_s: float, n
     return all(waiting_s < cost_s(m) for m in range(1, 2 + int(max(0.0, due_s + num_worth * gap_s) / step_s)))
 
 
-def num_sequences_to_serve(num_sequences: int, turnaround_s: float, step_s: float, runs_ahead: bool) -> int:
-    """How many of the speculating sequences must be served before a step stops waiting; 0 never waits."""
-    if num_sequences == 1 or not runs_ahead:
-        return num_sequences
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """When a batch whose drafters run ahead stops waiting.
+
+    Args:
+        num_sequences: so many must be served; 0 never waits.
+        longest_s: but for no longer.
+    """
+
+    num_sequences: int
+    longest_s: float
+
+
+def gathering(num_sequences: int, turnaround_s: float, step_s: float) -> Gathering:
+    """How several sequences wait for drafters that run ahead.
+
+    Args:
+        num_sequences: that speculate.
+        turnaround_s: of the slowest of their drafters.
+        step_s: of a plain step of the batch.
+    """
     if num_sequences > _MAX_GATHERED or turnaround_s > step_s / 3:
-        return 0
-    return (num_sequences + 1) // 2
+        return Gathering(0, 0.0)
+    return Gathering((num_sequences + 1) // 2, _GATHER_SHARE * step_s)

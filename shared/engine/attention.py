@@ -83,17 +83,22 @@ def _attend_group(cache: PagedKVCache, group: SpanGroup, call: AttentionCall) ->
     num_kv_heads = call.keys.shape[1]
     queries_per_key = num_heads // num_kv_heads
     context = group.context(call.window, queries_per_key, call.queries.dtype)
-    keys, values = cache.read(call.layer, context.slots)
+    keys, values = cache.read(call.layer, context.slots if context.run is None else context.run)
     keys = keys.view(group.num_spans, context.width, num_kv_heads, key_dim).transpose(1, 2)
     values = values.view(group.num_spans, context.width, num_kv_heads, -1).transpose(1, 2)
     # Query heads that share a key head stand beside the queries, so that keys and values are never repeated:
     # [num_spans, num_kv_heads, num_queries * queries_per_key, key_dim].
-    queries = call.queries[group.rows].reshape(group.num_spans, group.num_queries, num_kv_heads, queries_per_key, key_dim)
-    queries = queries.transpose(1, 2).flatten(2, 3)
+    queries = call.queries[group.rows]
+    if group.num_queries == 1:
+        queries = queries.reshape(group.num_spans, num_kv_heads, queries_per_key, key_dim)
+    else:
+        queries = queries.reshape(group.num_spans, group.num_queries, num_kv_heads, queries_per_key, key_dim).transpose(1, 2).flatten(2, 3)
     if call.softcap is None:
         output = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=context.mask, scale=call.scaling)
     else:
         output = _softcapped(queries, keys, values, context.mask, call.scaling, call.softcap)
+    if group.num_queries == 1:
+        return output.reshape(-1, num_heads, values.shape[-1])
     output = output.view(group.num_spans, num_kv_heads, group.num_queries, queries_per_key, values.shape[-1])
     return output.transpose(1, 2).reshape(-1, num_heads, values.shape[-1])
 

@@ -51,12 +51,14 @@ class Context:
 
     Args:
         slots: [num_spans * width] int64. Padding repeats the span's own last slot, so that nothing foreign is ever read.
+        run: the slots as a slice, if they are consecutive: what lies side by side need not be gathered.
         width: positions per span, padding included.
         mask: [num_spans, 1, num_queries * queries_per_key, width] of the model's dtype, 0 where allowed and -inf elsewhere;
             None where everything is allowed.
     """
 
     slots: Tensor
+    run: slice | None
     width: int
     mask: Tensor | None
 
@@ -82,6 +84,7 @@ class SpanGroup:
         num_queries: queries per span, padding included.
         starts: position of the first query of each span.
         ends: one past the position of the last.
+        first_block: of a single span whose blocks follow one another.
     """
 
     rows: slice | Tensor
@@ -89,6 +92,7 @@ class SpanGroup:
     num_queries: int
     starts: tuple[int, ...]
     ends: tuple[int, ...]
+    first_block: int | None
     _block_tables: Tensor
     _block_size: int
     _contexts: dict[tuple[int | None, int], Context] = field(default_factory=dict)
@@ -118,8 +122,12 @@ class SpanGroup:
         readable = torch.minimum(positions, end - 1)
         blocks = self._block_tables.gather(1, readable // self._block_size)
         slots = (blocks * self._block_size + readable % self._block_size).flatten()
+        run = None
+        if self.first_block is not None:
+            first_slot = self.first_block * self._block_size + firsts[0]
+            run = slice(first_slot, first_slot + width)
         if self.num_queries == 1 and min(widths) == width:
-            return Context(slots, width, None)
+            return Context(slots, run, width, None)
 
         queries = torch.minimum(start + torch.arange(self.num_queries, device=device), end - 1)
         allowed = positions[:, None, :] <= queries[:, :, None]
@@ -128,7 +136,7 @@ class SpanGroup:
         mask = torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, float("-inf"))
         if self.num_queries > 1:
             mask = mask.repeat_interleave(queries_per_key, dim=1)
-        return Context(slots, width, mask[:, None])
+        return Context(slots, run, width, mask[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +224,8 @@ def _group(pieces: Sequence[_Piece], tables: Sequence[Sequence[int]], block_size
     is_run = rows == list(range(rows[0], rows[0] + len(rows)))
     num_blocks = [-(-piece.end // block_size) for piece in pieces]
     widest = max(num_blocks)
+    blocks = tables[pieces[0].table][:widest]
+    is_one_run = len(pieces) == 1 and all(block == blocks[0] + index for index, block in enumerate(blocks))
     padded = [[*tables[piece.table][:count], *[0] * (widest - count)] for piece, count in zip(pieces, num_blocks, strict=True)]
     return SpanGroup(
         rows=slice(rows[0], rows[0] + len(rows)) if is_run else torch.tensor(rows).to(device, non_blocking=True),
@@ -223,6 +233,7 @@ def _group(pieces: Sequence[_Piece], tables: Sequence[Sequence[int]], block_size
         num_queries=num_queries,
         starts=tuple(piece.start for piece in pieces),
         ends=tuple(piece.end for piece in pieces),
+        first_block=blocks[0] if is_one_run else None,
         _block_tables=torch.tensor(padded).to(device, non_blocking=True),
         _block_size=block_size,
     )

@@ -64,6 +64,9 @@ class PagedKVCache:
         self._keys_by_slot[layer].index_copy_(0, slots, keys)
         self._values_by_slot[layer].index_copy_(0, slots, values)
 
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values in `slots` ([num_tokens] int64): [num_tokens, num_kv_heads, dim] each."""
-        return self._keys_by_slot[layer].index_select(0, slots), self._values_by_slot[layer].index_select(0, slots)
+    def read(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Keys and values in `slots`, [num_tokens] int64 or a run: [num_tokens, num_kv_heads, dim] each, of a run not copied."""
+        keys, values = self._keys_by_slot[layer], self._values_by_slot[layer]
+        if isinstance(slots, slice):
+            return keys[slots], values[slots]
+        return keys.index_select(0, slots), values.index_select(0, slots)

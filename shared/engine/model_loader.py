@@ -12,8 +12,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
 from shared.engine.attention import IMPLEMENTATION, register
+from shared.engine.decoder_layer import pack
 from shared.engine.kv_cache import LayerShape
 from shared.engine.model_checks import check_class, check_config, max_model_len, probe
+from shared.engine.weights import Weights
 from shared.errors import UnsupportedModel
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -56,14 +58,15 @@ class LoadedModel:
         return len(self.layers)
 
 
-def load(name_or_dir: str, dtype: str = "auto", device: str = "cpu", on_progress: OnProgress = _unheard) -> LoadedModel:
-    """Loads a model from the hub or a directory: safetensors only, no code from the repository.
+def load(name_or_dir: str, dtype: str = "auto", device: str = "cpu", on_progress: OnProgress = _unheard, weights: Weights = "native") -> LoadedModel:
+    """Loads a model from the hub or a directory, and packs its weights: safetensors only, no code from the repository.
 
     Args:
         name_or_dir: hub id or local directory.
         dtype: "float64", "float32", "bfloat16" or "auto" (as stored).
         device: "cpu", "cuda" or "cuda:n".
         on_progress: called a few times on this thread.
+        weights: `native` as stored, or `int8`, rounded: for a draft, whose guesses are verified.
 
     Raises:
         UnsupportedModel: it cannot be found, read or served; the text says which and why.
@@ -102,6 +105,9 @@ def load(name_or_dir: str, dtype: str = "auto", device: str = "cpu", on_progress
         raise UnsupportedModel(f"{name_or_dir}: its files lack {len(loading['missing_keys'])} of the model's tensors, such as {some}")
     on_progress(0.9, "checking the model")
     loaded = wrap(model, name_or_dir)
+    on_progress(0.95, "packing the weights")
+    with _named(name_or_dir):
+        pack(model, weights)
     on_progress(1.0, "loaded")
     return loaded
 

@@ -35,7 +35,7 @@ class ModelRunner:
                 must have been run before, or stand in an earlier or later span of the same call.
 
         Returns:
-            [sum of num_logits, vocab] in span order: float32, or float64 for a float64 model.
+            [sum of num_logits, vocab] in span order, in the model's number type: who picks from them computes with more where it matters.
 
         Raises:
             EngineFailure: a token, a position or a block that the model or the cache does not have. Nothing was computed.
@@ -44,7 +44,7 @@ class ModelRunner:
         batch = build(spans, self.cache.block_size, self.model.device)
         logits = paged_forward(self.model.model, self.cache, batch)
         self.num_forwards += 1
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits
 
     def _check(self, spans: Sequence[Span]) -> None:
         """On an accelerator a wrong index would take the whole process down, so none gets there."""

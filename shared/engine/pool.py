@@ -9,6 +9,7 @@ from shared.engine.block_allocator import BlockAllocator
 from shared.engine.kv_cache import bytes_per_block
 from shared.engine.model_loader import LoadedModel, OnProgress, available_memory, fit_blocks, load
 from shared.engine.model_runner import ModelRunner
+from shared.engine.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class PoolConfig:
         max_num_seqs: sequences at once.
         max_model_len: longest sequence; 0 is the model's own limit.
         threads: CPU threads; 0 uses every core.
+        weights: of the linear layers: `native` as stored, or `int8`, rounded, for a draft only.
     """
 
     name_or_dir: str
@@ -36,6 +38,7 @@ class PoolConfig:
     max_num_seqs: int
     max_model_len: int
     threads: int
+    weights: Weights = "native"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def load_pool(config: PoolConfig, on_progress: OnProgress) -> Pool:
     """
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    model = load(config.name_or_dir, config.dtype, device, on_progress)
+    model = load(config.name_or_dir, config.dtype, device, on_progress, config.weights)
     longest = min(config.max_model_len or model.max_model_len, model.max_model_len)
     num_blocks = config.num_blocks or fit_blocks(
         available_memory(model.device),

@@ -4,7 +4,9 @@ It does not know what a step does: both services give it their own engine. Comma
 engine needs no locks. Results leave by one callback per step.
 """
 
+import gc
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +17,18 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _IDLE_BEAT_S = 1.0  # an idle thread shows itself this often
+_SWITCH_S = 0.0001
+
+
+def settle_interpreter() -> None:
+    """Makes the interpreter fit for an engine thread beside an event loop; to be called once all is loaded.
+
+    The two hand work to each other several times in a round, and whoever gets some waits for the other to let go of the interpreter: 5 ms
+    unless told otherwise. And what is loaded stays: the garbage collector need not look at all of it again and again.
+    """
+    sys.setswitchinterval(_SWITCH_S)
+    gc.collect()
+    gc.freeze()
 
 
 class Steppable(Protocol[T_co]):
@@ -81,14 +95,9 @@ class EngineThread(Generic[T]):
         """Seconds since the thread last showed itself: long means that a step hangs, or that the thread is dead."""
         return self._clock() - self._beat
 
-    def _take(self) -> list[Callable[[], None]]:
-        until = 0.0
-        if not self._commands and not self._stopping:
-            now = self._clock()
-            # Asked for without the lock: whoever posts, the event loop above all, is not to wait for the answer.
-            until = self._engine.wait_until(now) if self._engine.has_work else now + _IDLE_BEAT_S
+    def _take(self, until: float) -> list[Callable[[], None]]:
+        """All commands; waits for one until then."""
         with self._wake:
-            # Looked at again under the lock, so that a command posted meanwhile is not slept over.
             if not self._commands and not self._stopping and (timeout := until - self._clock()) > 0:
                 self._wake.wait(min(timeout, _IDLE_BEAT_S))
             commands = list(self._commands)
@@ -97,12 +106,15 @@ class EngineThread(Generic[T]):
 
     def _run(self) -> None:
         try:
+            until = self._clock()
             while not self._stopping:
                 self._beat = self._clock()
-                for command in self._take():
+                for command in self._take(until):
                     command()
                 now = self._clock()
-                if not self._stopping and self._engine.has_work and self._engine.wait_until(now) <= now:
+                # Asked for without the lock: whoever posts, the event loop above all, is not to wait for the answer.
+                until = self._engine.wait_until(now) if self._engine.has_work else now + _IDLE_BEAT_S
+                if not self._stopping and until <= now:
                     self._deliver(self._engine.step(now))
         except BaseException as error:  # the thread's boundary: whoever started it must know
             _log.exception("engine thread ends")

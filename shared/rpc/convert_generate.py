@@ -18,7 +18,9 @@ MODE_OF = {pb.VERIFICATION_MODE_COUPLED: Mode.COUPLED, pb.VERIFICATION_MODE_REJE
 MODE_TO_PROTO = {mode: value for value, mode in MODE_OF.items()}
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TENANT = re.compile(r"[A-Za-z0-9._:-]{0,64}")
 _MAX_DRAFTER_NAME_CHARS = 128
+_MAX_PRIORITY = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Completion:
         max_tokens: None is whatever fits the model.
         seed: uint64; None is one drawn at random.
         request_id: None is one made by the server.
+        priority: -100..100, higher first.
+        tenant: whose it is; "" is the one of all who name none.
     """
 
     prompt: str | tuple[Message, ...] | tuple[int, ...]
@@ -77,6 +81,8 @@ class Completion:
     preferred_drafter: str | None = None
     request_id: str | None = None
     resume_ids: tuple[int, ...] = ()
+    priority: int = 0
+    tenant: str = ""
 
 
 def is_request_id(text: str) -> bool:
@@ -93,6 +99,8 @@ def parse_request(request: pb.GenerateRequest, limits: Limits) -> Completion:
     stopping, speculation = request.stopping, request.speculation
     if request.request_id:
         _check(is_request_id(request.request_id), "request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ : -")
+    _check(abs(request.priority) <= _MAX_PRIORITY, "priority", f"must be in [-{_MAX_PRIORITY}, {_MAX_PRIORITY}]; it is {request.priority}")
+    _check(_TENANT.fullmatch(request.tenant) is not None, "tenant", "must be at most 64 characters of A-Z a-z 0-9 . _ : -")
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
     _check(max_tokens != 0, "stopping.max_tokens", "must be at least 1; leave it unset for as many tokens as fit the model")
     if max_tokens is not None:
@@ -120,6 +128,8 @@ def parse_request(request: pb.GenerateRequest, limits: Limits) -> Completion:
         preferred_drafter=preferred,
         request_id=request.request_id or None,
         resume_ids=_parse_ids(request.resume_token_ids, "resume_token_ids", limits),
+        priority=request.priority,
+        tenant=request.tenant,
     )
 
 

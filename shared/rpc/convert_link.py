@@ -103,23 +103,27 @@ def _proposals_to_proto(batch: ProposalBatch) -> pb.ProposalBatch:
             start=proposal.start,
             digest=proposal.digest,
             token_ids=proposal.token_ids,
-            distributions=[
-                pb.Distribution(token_ids=sparse.token_ids, probabilities=np.asarray(sparse.probabilities, "<f4").tobytes())
-                for sparse in proposal.distributions
-            ],
+            distributions=map(_distribution_to_proto, proposal.distributions),
         )
         for proposal in batch.proposals
     ]
-    return pb.ProposalBatch(step=batch.step, draft_time_ns=round(batch.draft_seconds * 1e9), proposals=proposals, idle=batch.idle)
+    nanoseconds = round(batch.draft_seconds * 1e9)
+    return pb.ProposalBatch(step=batch.step, draft_time_ns=nanoseconds, proposals=proposals, idle=batch.idle, resting=batch.resting)
+
+
+def _distribution_to_proto(sparse: Distribution) -> pb.Distribution:
+    return pb.Distribution(token_ids=sparse.token_ids, probabilities=np.asarray(sparse.probabilities, "<f4").tobytes())
 
 
 def _parse_proposals(message: pb.ProposalBatch) -> ProposalBatch:
     if len(message.proposals) > MAX_BATCH_PROPOSALS:
         raise MalformedFrame("too_long", f"a batch must have at most {MAX_BATCH_PROPOSALS} proposals; it has {len(message.proposals)}")
+    if len(message.resting) > MAX_BATCH_PROPOSALS:
+        raise MalformedFrame("too_long", f"a batch must tell of at most {MAX_BATCH_PROPOSALS} resting sequences; it tells of {len(message.resting)}")
     proposals = tuple(map(_parse_proposal, message.proposals))
     if len({proposal.sequence for proposal in proposals}) != len(proposals):
         raise MalformedFrame("bad_frame", "a batch must have at most one proposal for a sequence")
-    return ProposalBatch(message.step, message.draft_time_ns / 1e9, proposals, message.idle)
+    return ProposalBatch(message.step, message.draft_time_ns / 1e9, proposals, message.idle, tuple(message.resting))
 
 
 def _parse_proposal(message: pb.Proposal) -> Proposal:
@@ -130,7 +134,7 @@ def _parse_proposal(message: pb.Proposal) -> Proposal:
         raise MalformedFrame("too_long", f"a proposal must have at most {MAX_PROPOSAL_TOKENS} tokens; it has {len(token_ids)}")
     if len(sparse) not in (0, len(token_ids)):
         raise MalformedFrame("bad_shape", f"{len(token_ids)} tokens need as many distributions or none; there are {len(sparse)}")
-    distributions = tuple(_parse_distribution(*pair) for pair in zip(sparse, token_ids, strict=False))
+    distributions = tuple(map(_parse_distribution, sparse, token_ids)) if sparse else ()
     return Proposal(message.sequence, message.start, message.digest, token_ids, distributions)
 
 

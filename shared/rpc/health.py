@@ -1,12 +1,17 @@
 """Health of our services: told by a server (`Health`), asked by a client (`check`). Why a service is well or not is not known here."""
 
+import asyncio
 import enum
+from collections.abc import Callable
 from typing import Self
 
 import grpc
+import structlog
 from grpc_health.v1 import health, health_pb2
 
 from shared.rpc.channel import open_channel
+
+_log = structlog.stdlib.get_logger(__name__)
 
 
 class HealthStatus(enum.Enum):
@@ -47,6 +52,27 @@ class Health:
     async def shut_down(self) -> None:
         """NOT_SERVING for good."""
         await self.servicer.enter_graceful_shutdown()
+
+
+async def watch_engine(age_s: Callable[[], float], stall_timeout_s: float, told: Health, observe: Callable[[], None], every_s: float) -> None:
+    """For ever: tells health whether an engine shows itself. Keepalive cannot, gRPC answers it by itself.
+
+    Args:
+        age_s: seconds since it last did.
+        stall_timeout_s: beyond this it has stalled.
+        told: the health of its process.
+        observe: called each time too, for what no step of the engine tells.
+        every_s: time between two looks.
+    """
+    serving = True
+    while True:
+        await asyncio.sleep(every_s)
+        observe()
+        age = age_s()
+        if (age < stall_timeout_s) is not serving:
+            serving = not serving
+            _log.warning("engine shows itself again" if serving else "engine has stalled", age_s=round(age, 1))
+            await told.set_serving(serving)
 
 
 async def check(address: str, service: str = "", timeout_s: float = 5.0) -> HealthStatus:

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from shared.errors import ProtocolViolation, Unavailable
 from shared.rpc.convert_generate import is_request_id
+from shared.rpc.patience import Patience
 from shared.rpc.status import status_code, to_grpc_status
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -119,13 +120,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if inspect.isawaitable(responses):  # a handler that writes by itself
             await responses
             return
-        async with aclosing(responses) as stream:
-            async for response in stream:
-                try:
-                    async with asyncio.timeout(self._write_timeout_s):
+        with Patience(self._write_timeout_s) as patience:
+            async with aclosing(responses) as stream:
+                async for response in stream:
+                    patience.starts()
+                    try:
                         await context.write(response)
-                except TimeoutError:
-                    raise Unavailable("SLOW_READER", f"no message was taken for {self._write_timeout_s:g} seconds") from None
+                    except asyncio.CancelledError:
+                        if patience.has_ended:
+                            raise Unavailable("SLOW_READER", f"no message was taken for {self._write_timeout_s:g} seconds") from None
+                        raise
+                    patience.stops()
 
     @asynccontextmanager
     async def _call(self, method: str, metadata: Metadata, context: Context) -> AsyncIterator[None]:

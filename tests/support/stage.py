@@ -4,7 +4,7 @@ import asyncio
 from contextlib import ExitStack
 
 from client import Client
-from tests.support.delay_proxy import DelayProxy
+from client.bench.delay_proxy import DelayProxy
 from tests.support.model_dir import ModelDirs
 from tests.support.processes import DraftProcess, Services, VerifierProcess, until
 

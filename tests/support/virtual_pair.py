@@ -23,6 +23,7 @@ from verifier_service.engine import Engine, EngineLimits, StepOutput
 from verifier_service.expansion import Scorer
 from verifier_service.request import Emission, Request
 from verifier_service.scheduler import SchedulerLimits
+from verifier_service.step_cost import StepCost
 
 
 class DrafterLike(Protocol):
@@ -99,7 +100,10 @@ class VirtualPair:
         vocab_size: int | None = None,
         scorer: Scorer = "expanded",
         step_s: float = 0.030,
+        prefix_cache: bool = True,
         entropy: Callable[[], int] | None = None,
+        make_runner: Callable[[Clock], ModelRunner] | None = None,
+        step_cost: StepCost | None = None,
     ) -> None:
         self.clock = Clock()  # global time
         self.engine_clock = Clock()
@@ -108,11 +112,11 @@ class VirtualPair:
         self.vocab_size = vocab_size or model.vocab_size
         self.max_model_len = min(model.max_model_len, num_blocks * block_size)
         self.max_draft_tokens = max_draft_tokens
-        self.runner = TimedRunner(model, num_blocks, block_size, self.engine_clock, step_s)
+        self.runner = make_runner(self.engine_clock) if make_runner else TimedRunner(model, num_blocks, block_size, self.engine_clock, step_s)
         counter = itertools.count(1)
-        limits = EngineLimits(SchedulerLimits(max_running, max_step_tokens, max_draft_tokens), self.max_model_len, window)
+        limits = EngineLimits(SchedulerLimits(max_running, max_step_tokens, max_draft_tokens, prefix_cache=prefix_cache), window)
         self.engine = Engine(
-            self.runner, self.allocator, self.vocab_size, limits, scorer, self._tell, self.engine_clock, entropy or (lambda: next(counter))
+            self.runner, self.allocator, self.vocab_size, limits, scorer, self._tell, self.engine_clock, entropy or (lambda: next(counter)), step_cost
         )
         self.hosts: dict[int, Host] = {}
         self.emissions: list[Emission] = []

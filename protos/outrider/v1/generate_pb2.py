@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/generate.proto\x12\x0boutrider.v1\"\xde\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x19.outrider.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\'\n\x08stopping\x18\x05 \x01(\x0b\x32\x15.outrider.v1.Stopping\x12+\n\x04mode\x18\x06 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12-\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x18.outrider.v1.Speculation\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x18\n\x10resume_token_ids\x18\t \x03(\rB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb8\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x08 \x03(\x0b\x32$.outrider.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\x94\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"w\n\x0bSpeculation\x12\x1d\n\x10max_draft_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11preferred_drafter\x18\x02 \x01(\tH\x01\x88\x01\x01\x42\x13\n\x11_max_draft_tokensB\x14\n\x12_preferred_drafter\"\x96\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12%\n\x06output\x18\x02 \x01(\x0b\x32\x13.outrider.v1.OutputH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x42\x07\n\x05\x66rame\"E\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\";\n\x06Output\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\"\x8c\x01\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.UsageB\t\n\x07matched\"y\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\x12\x0e\n\x06rounds\x18\x03 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r*u\n\x10VerificationMode\x12!\n\x1dVERIFICATION_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19VERIFICATION_MODE_COUPLED\x10\x01\x12\x1f\n\x1bVERIFICATION_MODE_REJECTION\x10\x02*\x9b\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x02\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x03\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/generate.proto\x12\x0boutrider.v1\"\x80\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x19.outrider.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\'\n\x08stopping\x18\x05 \x01(\x0b\x32\x15.outrider.v1.Stopping\x12+\n\x04mode\x18\x06 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12-\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x18.outrider.v1.Speculation\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x18\n\x10resume_token_ids\x18\t \x03(\r\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0e\n\x06tenant\x18\x0b \x01(\tB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb8\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x08 \x03(\x0b\x32$.outrider.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\x94\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"w\n\x0bSpeculation\x12\x1d\n\x10max_draft_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11preferred_drafter\x18\x02 \x01(\tH\x01\x88\x01\x01\x42\x13\n\x11_max_draft_tokensB\x14\n\x12_preferred_drafter\"\x96\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12%\n\x06output\x18\x02 \x01(\x0b\x32\x13.outrider.v1.OutputH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x42\x07\n\x05\x66rame\"E\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\";\n\x06Output\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\"\x8c\x01\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.UsageB\t\n\x07matched\"\x97\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\x12\x0e\n\x06rounds\x18\x03 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x06 \x01(\r*u\n\x10VerificationMode\x12!\n\x1dVERIFICATION_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19VERIFICATION_MODE_COUPLED\x10\x01\x12\x1f\n\x1bVERIFICATION_MODE_REJECTION\x10\x02*\x9b\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x02\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x03\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_VERIFICATIONMODE']._serialized_start=1793
-  _globals['_VERIFICATIONMODE']._serialized_end=1910
-  _globals['_FINISHREASON']._serialized_start=1913
-  _globals['_FINISHREASON']._serialized_end=2068
+  _globals['_VERIFICATIONMODE']._serialized_start=1858
+  _globals['_VERIFICATIONMODE']._serialized_end=1975
+  _globals['_FINISHREASON']._serialized_start=1978
+  _globals['_FINISHREASON']._serialized_end=2133
   _globals['_GENERATEREQUEST']._serialized_start=44
-  _globals['_GENERATEREQUEST']._serialized_end=394
-  _globals['_TOKENIDS']._serialized_start=396
-  _globals['_TOKENIDS']._serialized_end=419
-  _globals['_CHATMESSAGES']._serialized_start=421
-  _globals['_CHATMESSAGES']._serialized_end=479
-  _globals['_CHATMESSAGE']._serialized_start=481
-  _globals['_CHATMESSAGE']._serialized_end=525
-  _globals['_SAMPLING']._serialized_start=528
-  _globals['_SAMPLING']._serialized_end=968
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=799
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=847
-  _globals['_STOPPING']._serialized_start=971
-  _globals['_STOPPING']._serialized_end=1119
-  _globals['_SPECULATION']._serialized_start=1121
-  _globals['_SPECULATION']._serialized_end=1240
-  _globals['_GENERATERESPONSE']._serialized_start=1243
-  _globals['_GENERATERESPONSE']._serialized_end=1393
-  _globals['_STARTED']._serialized_start=1395
-  _globals['_STARTED']._serialized_end=1464
-  _globals['_OUTPUT']._serialized_start=1466
-  _globals['_OUTPUT']._serialized_end=1525
-  _globals['_FINISHED']._serialized_start=1528
-  _globals['_FINISHED']._serialized_end=1668
-  _globals['_USAGE']._serialized_start=1670
-  _globals['_USAGE']._serialized_end=1791
+  _globals['_GENERATEREQUEST']._serialized_end=428
+  _globals['_TOKENIDS']._serialized_start=430
+  _globals['_TOKENIDS']._serialized_end=453
+  _globals['_CHATMESSAGES']._serialized_start=455
+  _globals['_CHATMESSAGES']._serialized_end=513
+  _globals['_CHATMESSAGE']._serialized_start=515
+  _globals['_CHATMESSAGE']._serialized_end=559
+  _globals['_SAMPLING']._serialized_start=562
+  _globals['_SAMPLING']._serialized_end=1002
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=833
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=881
+  _globals['_STOPPING']._serialized_start=1005
+  _globals['_STOPPING']._serialized_end=1153
+  _globals['_SPECULATION']._serialized_start=1155
+  _globals['_SPECULATION']._serialized_end=1274
+  _globals['_GENERATERESPONSE']._serialized_start=1277
+  _globals['_GENERATERESPONSE']._serialized_end=1427
+  _globals['_STARTED']._serialized_start=1429
+  _globals['_STARTED']._serialized_end=1498
+  _globals['_OUTPUT']._serialized_start=1500
+  _globals['_OUTPUT']._serialized_end=1559
+  _globals['_FINISHED']._serialized_start=1562
+  _globals['_FINISHED']._serialized_end=1702
+  _globals['_USAGE']._serialized_start=1705
+  _globals['_USAGE']._serialized_end=1856
 # @@protoc_insertion_point(module_scope)

@@ -93,12 +93,20 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text, tokenised by the verifier with the model's special tokens."""
     mode: Global___VerificationMode.ValueType
     """Verification mode of this request."""
     request_id: _builtins.str
     """Name of this request in logs and errors: 1 to 128 characters of `A-Z a-z 0-9 . _ : -`. Unset: the server makes one."""
+    priority: _builtins.int
+    """Which requests go first when not all can run, in [-100, 100], higher first. A request of low priority is overtaken a bounded number of times."""
+    tenant: _builtins.str
+    """Whose request this is: at most 64 characters of `A-Z a-z 0-9 . _ : -`. Tenants share the model fairly among requests of the same
+    priority, and never a cached prefix. Unset: the tenant of all who name none.
+    """
     @_builtins.property
     def chat(self) -> Global___ChatMessages:
         """Messages, rendered with the model's own chat template."""
@@ -137,10 +145,12 @@ class GenerateRequest(_message.Message):
         speculation: Global___Speculation | None = ...,
         request_id: _builtins.str = ...,
         resume_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        priority: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "mode", b"mode", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "mode", b"mode", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -564,6 +574,7 @@ class Usage(_message.Message):
     ROUNDS_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     generated_tokens: _builtins.int
@@ -574,6 +585,8 @@ class Usage(_message.Message):
     """Draft tokens scored, up to the one that ended the request."""
     accepted_tokens: _builtins.int
     """Of those, the accepted ones."""
+    cached_prompt_tokens: _builtins.int
+    """Tokens of the prompt that were not computed, because an earlier request of the same tenant had begun with them."""
     def __init__(
         self,
         *,
@@ -582,10 +595,11 @@ class Usage(_message.Message):
         rounds: _builtins.int = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "drafted_tokens", b"drafted_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

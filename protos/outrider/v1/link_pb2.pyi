@@ -416,6 +416,7 @@ class ProposalBatch(_message.Message):
     DRAFT_TIME_NS_FIELD_NUMBER: _builtins.int
     PROPOSALS_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    RESTING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the last `StepBatch` that went into these guesses."""
     draft_time_ns: _builtins.int
@@ -426,6 +427,10 @@ class ProposalBatch(_message.Message):
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]:
         """The guesses, at most one entry per sequence."""
 
+    @_builtins.property
+    def resting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequences for which nothing more will follow before a commit names them, though others go on."""
+
     def __init__(
         self,
         *,
@@ -433,10 +438,11 @@ class ProposalBatch(_message.Message):
         draft_time_ns: _builtins.int = ...,
         proposals: _abc.Iterable[Global___Proposal] | None = ...,
         idle: _builtins.bool = ...,
+        resting: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_time_ns", b"draft_time_ns", "idle", b"idle", "proposals", b"proposals", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_time_ns", b"draft_time_ns", "idle", b"idle", "proposals", b"proposals", "resting", b"resting", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

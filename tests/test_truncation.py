@@ -1,0 +1,67 @@
+"""Truncation in numpy, by candidates, and in torch, by sorted values: one and the same set of tokens. The rules are in test_picking.py."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.truncation import truncate, truncate_on_device
+
+INF = math.inf
+
+
+def kept_by(way, scores, top_k, top_p, min_p):
+    truncated = scores.clone()
+    way(truncated, top_k, top_p, min_p)
+    kept = truncated > -INF
+    assert truncated[kept].equal(scores[kept])
+    return kept
+
+
+def kept_in_plain_steps(row, top_k, top_p, min_p):
+    order = row.sort(descending=True, stable=True)
+    values, ids = order.values[: top_k or None].double(), order.indices[: top_k or None]
+    mass = (values - values[0]).exp().cumsum(0)
+    size = 1 + int((mass < top_p * mass[-1]).sum()) if top_p < 1 else len(ids)
+    large = ids[:size][values[:size] >= values[0] + (math.log(min_p) if min_p else -INF)]
+    return torch.zeros(len(row), dtype=torch.bool).index_fill_(0, large, True) & (row > -INF)
+
+
+# Shares that no sum of weights meets exactly.
+RULES = st.tuples(
+    st.sampled_from([0, 1, 3, 50, 700]), st.sampled_from([1.0, 0.012345, 0.512345, 0.9512345, 0.999991]), st.sampled_from([0.0, 0.0512345])
+)
+
+
+@given(
+    rules=st.lists(RULES, min_size=1, max_size=4),
+    width=st.sampled_from([1, 7, 64, 1000, 5000, 40_000]),
+    scale=st.sampled_from([0.0, 0.3, 2.0, 20.0]),
+    decimals=st.sampled_from([0, 1, 8]),
+    seed=st.integers(0, 2**63 - 1),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(max_examples=150, deadline=None)
+def test_both_ways_keep_what_plain_steps_keep(rules, width, scale, decimals, seed, dtype):
+    noise = torch.randn(len(rules), width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    scores = (noise * scale).round(decimals=decimals).to(dtype)
+    scores[:, 3::5] = -INF
+    columns = [list(column) for column in zip(*rules, strict=True)]
+    expected = torch.stack([kept_in_plain_steps(row, *rule) for row, rule in zip(scores, rules, strict=True)])
+    assert kept_by(truncate, scores, *columns).equal(expected)
+    assert kept_by(truncate_on_device, scores, *columns).equal(expected)
+
+
+def test_rows_of_a_wider_tensor_are_changed_where_they_stand():
+    whole = torch.arange(24.0).view(2, 12)
+    truncate(whole[:, 2:10], [2, 1], [1.0, 1.0], [0.0, 0.0])
+    assert (whole > -INF).nonzero().tolist() == [[0, 0], [0, 1], *[[0, i] for i in range(8, 12)], [1, 0], [1, 1], *[[1, i] for i in range(9, 12)]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF])
+def test_a_row_without_a_distribution_hurts_no_other(bad):
+    scores = torch.tensor([[1.0, bad, 3.0], [1.0, 2.0, 3.0], [-INF, -INF, -INF]])
+    truncate(scores, [1] * 3, [0.5] * 3, [0.1] * 3)
+    assert scores[1].tolist() == [-INF, -INF, 3.0]

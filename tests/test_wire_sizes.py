@@ -1,0 +1,39 @@
+import pytest
+from outrider.v1 import link_pb2 as pb
+
+from bench.wire import framing_bytes, measure
+from shared.link import Commit, Proposal, ProposalBatch, StepBatch
+from shared.rpc.convert_link import to_speculate_request
+from shared.rpc.convert_step import to_speculate_responses
+
+MAX_COMMIT_BYTES = 64
+MAX_PROPOSAL_BYTES = 100
+
+
+@pytest.mark.parametrize("acceptance", [0.8, 1.0])
+def test_a_round_of_eight_guesses_keeps_to_its_bytes_on_the_link(acceptance: float) -> None:
+    sizes = {(size.name, size.num_sequences): size for size in measure(8, acceptance, 2000)}
+    for num_sequences in (1, 64):
+        assert sizes["commit", num_sequences].worst <= MAX_COMMIT_BYTES
+        assert sizes["proposal, one piece", num_sequences].worst <= MAX_PROPOSAL_BYTES
+
+
+def test_the_longest_numbers_that_the_protocol_allows_in_a_round_of_eight_still_keep_to_them() -> None:
+    longest_ids = (151_935,) * 9
+    commit = Commit(2**32, 2**31, 8, longest_ids, 256, rewind=True)
+    (message,) = to_speculate_responses(StepBatch(2**32, commits=(commit,)))
+    assert message.ByteSize() <= MAX_COMMIT_BYTES
+    batch = ProposalBatch(2**32, 4.0, (Proposal(2**32, 2**31, 2**64 - 1, longest_ids[:8]),), idle=True)
+    assert to_speculate_request(batch).ByteSize() <= MAX_PROPOSAL_BYTES
+
+
+def test_sizes_are_those_of_the_bytes_that_cross() -> None:
+    message = to_speculate_request(ProposalBatch(7, 0.001, (Proposal(1, 5, 99, (1, 2, 3)),), idle=False))
+    crossed = message.SerializeToString()
+    assert message.ByteSize() == len(crossed)
+    assert pb.SpeculateRequest.FromString(crossed) == message
+
+
+def test_a_message_longer_than_a_frame_pays_for_each_frame() -> None:
+    assert framing_bytes(0) == framing_bytes(16_379) == 14
+    assert framing_bytes(16_380) == 23
