@@ -21,8 +21,10 @@ from shared.engine.model_runner import ModelRunner
 from shared.engine.sequence import Sequence as CachedSequence
 from shared.errors import OutOfBlocks
 from shared.noise import key_tensor, uniforms
-from shared.picking import finite_rows, pick_best, process
+from shared.picking import finite_rows, pick_usable, process
 from shared.sampling import Mode, Pick
+
+_READY = 8  # tokens: about as many as a commit leaves to be fed
 
 
 @dataclass(slots=True)
@@ -44,13 +46,21 @@ class DraftModel:
         runner: runs the draft model, over a KV pool that is this proposer's alone.
         allocator: hands out the blocks of that pool.
         max_step_tokens: most tokens fed in one forward, unless there are more sequences; long prompts are fed over several.
+        max_tokens_beside: of those, the most that catch up with long texts beside sequences that lack next to nothing.
         min_confidence: guesses that the model is less sure of (see `draft_service.confidence`) are marked as doubted; 0 marks none, and
             costs nothing. Drawn guesses are never doubted.
     """
 
     modes = (Mode.COUPLED, Mode.REJECTION)
 
-    def __init__(self, runner: ModelRunner, allocator: BlockAllocator, max_step_tokens: int = 512, min_confidence: float = 0.0) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        allocator: BlockAllocator,
+        max_step_tokens: int = 512,
+        max_tokens_beside: int = 32,
+        min_confidence: float = 0.0,
+    ) -> None:
         self.stats = ProposerStats(free_blocks=allocator.num_free)
         self._model = runner.model
         self._runner = runner
@@ -58,6 +68,7 @@ class DraftModel:
         # What the pool cannot hold even alone is as hopeless as what the model was not made for.
         self._max_model_len = min(runner.model.max_model_len, allocator.num_blocks * allocator.block_size)
         self._max_step_tokens = max_step_tokens
+        self._max_tokens_beside = max_tokens_beside
         self._min_confidence = min_confidence
         self._caches: dict[int, _Cache] = {}  # oldest first
 
@@ -144,9 +155,13 @@ class DraftModel:
 
     def _share_out(self, missing: Sequence[int]) -> list[int]:
         """How many of its missing tokens each sequence is fed: at least one, and the shortest first, so that a long prompt delays nobody."""
-        if sum(missing) <= self._max_step_tokens:
+        ready = [count for count in missing if count <= _READY]
+        limit = self._max_step_tokens
+        if ready:  # guesses of these are waited for, and a pass takes as long as all that is in it
+            limit = min(limit, sum(ready) + len(missing) - len(ready) + self._max_tokens_beside)
+        if sum(missing) <= limit:
             return list(missing)
-        spare = max(0, self._max_step_tokens - len(missing))
+        spare = max(0, limit - len(missing))
         sizes = [1] * len(missing)
         for index in sorted(range(len(missing)), key=missing.__getitem__):
             more = min(missing[index] - 1, spare)
@@ -198,7 +213,7 @@ def _span(kv: CachedSequence, size: int) -> Span:
 def _pick(scores: Tensor, picks: Sequence[Pick], min_confidence: float) -> list[Guess | None]:
     """The best token of every row with the noise of its pick; None where the scores are not finite."""
     # Everything crosses from the device at once: each crossing waits for all that was started before it.
-    columns = [torch.where(finite_rows(scores), pick_best(scores, picks), -1)]
+    columns = [pick_usable(scores, picks)]
     if min_confidence > 0.0:
         columns.append(confidence(scores, picks, columns[0]) < min_confidence)
         ids, doubted = torch.stack(columns).tolist()

@@ -40,6 +40,9 @@ from shared.tokenizer import load_tokenizer
 
 _WATCH_S = 1.0
 _STALL_TIMEOUT_S = 30.0
+# Of long prompts, in a draft step that others wait for. On a CPU a token more of a prompt costs as much in a small piece as in a large one.
+_MAX_TOKENS_BESIDE = 32
+_MAX_TOKENS_BESIDE_ON_GPU = 256
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -98,7 +101,8 @@ def _load(config: DraftConfig) -> tuple[Proposer, str]:
         config.weights,
     )
     pool = load_pool(pool_config, tell)
-    return DraftModel(pool.runner, pool.allocator, min_confidence=config.min_confidence), tokenizer.fingerprint
+    beside = _MAX_TOKENS_BESIDE if pool.model.device.type == "cpu" else _MAX_TOKENS_BESIDE_ON_GPU
+    return DraftModel(pool.runner, pool.allocator, max_tokens_beside=beside, min_confidence=config.min_confidence), tokenizer.fingerprint
 
 
 async def _serve_loaded(

@@ -62,11 +62,12 @@ class Rig:
         capacity: int = 8,
         vocab: int = VOCAB,
         budget: int = 512,
+        beside: int = 512,
         min_confidence: float = 0.0,
     ) -> None:
         self.runner = SpanLog(model, num_blocks, block_size)
         self.allocator = BlockAllocator(num_blocks, block_size)
-        self.proposer = DraftModel(self.runner, self.allocator, budget, min_confidence)
+        self.proposer = DraftModel(self.runner, self.allocator, budget, beside, min_confidence)
         self.drafter = Drafter(self.proposer, capacity, lambda: 0.0)
         self.drafter.attach(Welcome(vocab, 64, 64, 10_000))
         self.steps = 0
@@ -205,6 +206,15 @@ def test_a_long_prompt_is_fed_in_chunks_while_others_go_on(target):
     assert rest[1] == decode(target, long, 2)
     assert rest[2] == decode(target, [1, 2, 3], 6)[2:]
     assert max(sum(size for _, size in spans) for spans in rig.runner.fed) == 10
+
+
+def test_a_long_prompt_gets_a_small_share_of_a_pass_beside_sequences_that_are_ready_and_all_of_one_without(target):
+    rig = Rig(target, budget=100, beside=6)
+    long = [(5 * index + 1) % VOCAB for index in range(90)]
+    rig.tell(begins=(begin(2, [1, 2, 3], window=2), begin(3, [4], window=2), begin(1, long, window=1)))
+    guesses = rig.guesses()
+    assert rig.runner.fed == [[(0, 3), (0, 1), (0, 7)], [(3, 1), (1, 1), (7, 7)], [(14, 76)]]
+    assert guesses == {1: decode(target, long, 1), 2: decode(target, [1, 2, 3], 2), 3: decode(target, [4], 2)}
 
 
 def test_more_sequences_than_the_budget_still_all_go_on(target):

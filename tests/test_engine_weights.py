@@ -21,12 +21,8 @@ from tests.support.tiny_models import ARCHITECTURES, random_model
 VOCAB = 64
 COMMON = ["llama", "qwen2", "qwen3", "mistral"]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-DTYPES = [
-    torch.float32,
-    pytest.param(
-        torch.bfloat16, marks=pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 kernels")
-    ),
-]
+_NO_BF16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 kernels")
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=_NO_BF16)]
 
 
 def tensor(*shape, seed=0, dtype=torch.float32):
@@ -92,6 +88,15 @@ def test_rounded_row_of_zeros_gives_the_bias():
     rounded = Int8Linear(plain.weight.detach(), plain.bias.detach())
     inputs = torch.cat([torch.zeros(1, 1, 64), tensor(1, 1, 64)], 1)
     assert torch.equal(rounded(inputs)[0, 0], plain.bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_leaves_the_weights_themselves_alone(dtype):
+    """A tied embedding goes on using them."""
+    plain = linear(64, 80, dtype=dtype)
+    before = plain.weight.clone()
+    Int8Linear(plain.weight.detach(), plain.bias.detach())
+    assert torch.equal(plain.weight, before)
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(PackedGate, 1e-5), (Int8Gate, 0.03)])

@@ -37,7 +37,7 @@ def test_guesses_made_after_different_steps_stay_apart() -> None:
 
 
 def test_nothing_overtakes_anything() -> None:
-    frames = [_batch(3, _piece(1, 10, 5)), Capacity(4), _batch(3, _piece(1, 11, 6))]
+    frames: list[FromDrafter] = [_batch(3, _piece(1, 10, 5)), Capacity(4), _batch(3, _piece(1, 11, 6))]
     assert _take_all(*frames) == frames
 
 

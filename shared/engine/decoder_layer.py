@@ -111,8 +111,7 @@ class DecoderLayer(nn.Module):
         heads = self._qkv.forward(self._norm(hidden_states)).view(num_rows, -1, self._head_dim)
         turned = heads[:, :num_turned]
         if self._query_norm is not None and self._key_norm is not None:
-            queries, keys = turned.split([self._num_queries, self._num_keys], 1)
-            turned = torch.cat([self._query_norm(queries), self._key_norm(keys)], 1)
+            turned = torch.cat([self._query_norm(turned[:, : self._num_queries]), self._key_norm(turned[:, self._num_queries :])], 1)
         turned = self._turn(turned, position_embeddings)
         call = self._call
         attended = attend(

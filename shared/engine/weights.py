@@ -172,6 +172,6 @@ def _round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     for first in range(0, len(weight), _ROUNDED_ROWS):
         rows = weight[first : first + _ROUNDED_ROWS].to(torch.float32)
         scale = rows.abs().amax(1).clamp_(min=1e-30).div_(_LARGEST)
-        rounded[first : first + _ROUNDED_ROWS] = rows.div_(scale[:, None]).round_()
+        rounded[first : first + _ROUNDED_ROWS] = (rows / scale[:, None]).round_()
         scales[first : first + _ROUNDED_ROWS] = scale
     return rounded, scales

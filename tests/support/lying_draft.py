@@ -13,8 +13,9 @@ from tests.support.liars import LyingProposer
 if __name__ == "__main__":
     rate = float(sys.argv[1])
 
-    def make_liar(runner: ModelRunner, allocator: BlockAllocator, min_confidence: float) -> LyingProposer:
-        return LyingProposer(DraftModel(runner, allocator, min_confidence=min_confidence), rate, runner.model.vocab_size, seed=0)
+    def make_liar(runner: ModelRunner, allocator: BlockAllocator, max_tokens_beside: int, min_confidence: float) -> LyingProposer:
+        model = DraftModel(runner, allocator, max_tokens_beside=max_tokens_beside, min_confidence=min_confidence)
+        return LyingProposer(model, rate, runner.model.vocab_size, seed=0)
 
     with mock.patch.object(draft_service.main, "DraftModel", make_liar):
         main(sys.argv[2:])
