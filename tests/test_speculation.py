@@ -105,7 +105,7 @@ def test_a_drafter_tells_of_a_sequence_that_rests_until_the_next_commit_and_not_
 
     def rest(step: int) -> bool:
         desk.speculation.receive(1, ProposalBatch(step, 0.0, (), False, resting=(1, 99)), 0.1, overlapped=False)
-        return made.is_resting
+        return bool(made.is_resting)
 
     assert rest(step=1)
     made.committed.append(9)
