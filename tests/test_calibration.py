@@ -41,6 +41,18 @@ def test_the_faster_scorer_is_chosen():
     assert found.scorer_seconds["expanded"] > found.scorer_seconds["multi_query"] > 0
 
 
+def test_a_scorer_that_is_hardly_faster_is_not_preferred_to_the_first():
+    class SlowIfTogether(CoinRunner):
+        def forward(self, spans, *args, **kwargs):
+            self._clock.now += 0.001 * (len(spans) == 1)
+            return super().forward(spans, *args, **kwargs)
+
+    clock = Clock()
+    found = calibrate(SlowIfTogether(64, clock, 0.03, 0.0), BlockAllocator(64, 4), 64, BOTH, Space(4, 8, 1024), clock)
+    assert found.scorer == "multi_query"
+    assert found.scorer_seconds["expanded"] < found.scorer_seconds["multi_query"]
+
+
 def test_a_scorer_that_was_asked_for_is_not_compared():
     clock = Clock()
     found = calibrate(SlowIfExpanded(64, clock, 0.03, 0.0), BlockAllocator(64, 4), 64, ("expanded",), Space(4, 8, 1024), clock)

@@ -65,6 +65,18 @@ def test_packed_layer_equals_the_plain_one(dtype, num_rows):
     assert error(packed.times(inputs, other), expected * other) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_few_rows_of_a_large_layer_are_padded_without_a_trace(dtype, num_rows):
+    plain = linear(512, 8192 * 4 // dtype.itemsize, dtype=dtype)
+    packed = PackedLinear(plain.weight.detach(), plain.bias.detach())
+    inputs, other = tensor(1, num_rows, 512, seed=1, dtype=dtype), tensor(1, num_rows, plain.out_features, seed=2, dtype=dtype)
+    expected = plain(inputs)
+    assert packed(inputs).shape == expected.shape
+    assert error(packed(inputs), expected) < TOLERANCE[dtype]
+    assert error(packed.plus(inputs, other), expected + other) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_rounded_layer_is_close_to_the_plain_one(bias):
     plain = linear(64, 80, bias)

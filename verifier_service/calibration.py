@@ -19,7 +19,8 @@ from verifier_service.scheduler import Scheduled
 from verifier_service.scoring import Scoring
 from verifier_service.stats import Calibration
 
-_CONTEXT = 64  # tokens that the made-up sequences have behind them
+_CONTEXT = 512  # tokens that the made-up sequences have behind them: whatever their KV holds, reading it takes the same time
+_CLEARLY = 0.95  # the first scorer is kept unless another one takes less than this share of its time
 _MAX_RUNS = 3  # of each shape, after the one that warms it up
 _ENOUGH_S = 0.2  # a shape that has taken so long is not run again
 
@@ -52,7 +53,7 @@ def calibrate(
         runner: the target model.
         allocator: its blocks; those used are free again in the end.
         vocab_size: ids of the target's tokenizer.
-        scorers: one, or those to choose from.
+        scorers: one, or those to choose from, the one to keep in doubt first.
         space: what may be measured.
         clock: monotonic seconds.
     """
@@ -68,11 +69,10 @@ def calibrate(
         def seconds(scorer: Scorer, num_rows: int) -> float:
             return _measure(Scoring(runner, vocab_size, scorer), _step(made_up, num_rows, width), clock, ends_at)
 
-        made_up.sequence.kv_len = 0
-        Scoring(runner, vocab_size, scorers[0]).score([Scheduled(made_up, context, 0)])
         made_up.sequence.kv_len = context - 1
         by_scorer: dict[str, float] = {scorer: seconds(scorer, width) for scorer in scorers} if len(scorers) > 1 else {}
-        chosen = min(scorers, key=lambda scorer: by_scorer.get(scorer, 0.0))
+        fastest = min(scorers, key=lambda scorer: by_scorer.get(scorer, 0.0))
+        chosen = fastest if by_scorer and by_scorer[fastest] < _CLEARLY * by_scorer[scorers[0]] else scorers[0]
         points: dict[int, float] = {}
         num_rows = 1
         while num_rows <= max(space.max_rows, 2):
