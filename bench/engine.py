@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.ratio import MIN_PAIRS, Ratio, interleave, paired_ratio
+from client.bench.ratio import BOOTSTRAP, MIN_PAIRS, Ratio, interleave, paired_ratio
 from shared.engine.attention import AttentionCall, run_with, write_then_attend
 from shared.engine.decoder_layer import packed_layers
 from shared.engine.forward_batch import Span, build
@@ -168,7 +168,7 @@ def main() -> None:
     rounded = load(arguments.model, arguments.dtype, weights="int8") if arguments.int8 else None
     rows = rows_of(model, rounded, arguments.sequences, arguments.context, arguments.guesses, arguments.pairs)
     table = Table(title=f"{Path(arguments.model).name}, context {arguments.context}, K = {arguments.guesses}, {torch.get_num_threads()} threads")
-    for heading in ("A / B", "sequences", "A ms", "B ms", "ratio", "95% interval"):
+    for heading in ("A / B", "sequences", "A ms", "B ms", "ratio", BOOTSTRAP):
         table.add_column(heading, justify="left" if heading == "A / B" else "right")
     for row in rows:
         interval = f"{row.ratio.low:.3f} - {row.ratio.high:.3f}"

@@ -115,7 +115,7 @@ def _commit(part: Scheduled, rng: random.Random, acceptance: float, digests: dic
         return
     accepted = next((index for index in range(part.num_guesses) if rng.random() >= acceptance), part.num_guesses)
     new = [*generation.guesses.token_ids[:accepted], rng.randrange(_VOCAB_SIZE)]
-    generation.sequence.kv_len = len(generation.committed) + accepted
+    generation.sequence.kv_len = generation.num_sound = len(generation.committed) + accepted
     generation.committed.extend(new)
     generation.guesses.commit(new)
     generation.guesses.clear()

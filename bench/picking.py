@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.engine import Bench, timed
-from bench.ratio import MIN_PAIRS, Ratio, interleave, paired_ratio
+from client.bench.ratio import MIN_PAIRS, Ratio, interleave, paired_ratio
 from shared.engine.forward_batch import Span
 from shared.engine.model_loader import LoadedModel, load
 from shared.engine.model_runner import ModelRunner

@@ -3,9 +3,9 @@
     python -m bench.wire [--k 8] [--acceptance 0.8] [--rounds 4000] [--json FILE]
 
 Draws rounds of coupled mode (token ids over the whole vocabulary, long sequences, large numbers), turns them into the messages that really cross
-the link and counts their bytes. No service runs: a size is the same on every machine. Guesses may cross as one piece or one by one, as a
-drafter makes them; a piece repeats the number, the position and the digest. gRPC's and HTTP/2's own bytes for a message are told apart; flow
-control, TCP and IP are not counted.
+the link and counts their bytes. No service runs: a size is the same on every machine. A drafter sends guesses one by one, as it makes them, and
+as one piece only what piled up while the link was busy; a piece repeats the number, the position and the digest. gRPC's and HTTP/2's own bytes for
+a message are told apart; flow control, TCP and IP are not counted.
 """
 
 import argparse

@@ -6,9 +6,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -21,6 +22,8 @@ from shared.errors import CannotListen, OutriderError
 
 _COLOURS = {"verifier": "cyan", "draft": "magenta"}
 _PREFIX_WIDTH = max(map(len, _COLOURS))
+
+_Result = TypeVar("_Result")
 
 
 def children(pair: Pair) -> list[Child]:
@@ -112,6 +115,18 @@ async def run_up(supervisor: Supervisor, console: Console, hint: str) -> None:
             console.print("stopping", style="dim")
         with suppress(asyncio.CancelledError):
             await life
+
+
+async def until_terminated(work: Awaitable[_Result]) -> _Result:
+    """Await work that SIGTERM ends in order, like Ctrl-C: no service that it has started stays behind.
+
+    Raises:
+        CancelledError: SIGTERM came.
+    """
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await work
 
 
 async def show_loading(supervisor: Supervisor, console: Console, clock: Callable[[], float] = time.monotonic) -> None:

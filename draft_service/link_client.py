@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from outrider.v1 import link_pb2, link_pb2_grpc
 
 from draft_service.merging import take_next
 from shared.errors import HandshakeRefused, OutriderError, ProtocolViolation, Unavailable
-from shared.link import FromDrafter, FromVerifier, Goodbye, Heartbeat, Hello, StepBatch, Welcome
+from shared.link import MAX_PROPOSAL_TOKENS, FromDrafter, FromVerifier, Goodbye, Heartbeat, Hello, StepBatch, Welcome
 from shared.rpc.convert_link import to_speculate_request
 from shared.rpc.convert_step import PieceJoiner
 from shared.rpc.patience import Patience
@@ -167,10 +168,11 @@ class LinkClient:
     async def _receive(self, call: _Call, link: "_OpenLink") -> str:
         """Passes on what the verifier says until its goodbye; returns why it went."""
         joiner = PieceJoiner()
-        with Patience(self._silence_s) as patience:
+        with closing(Patience(self._silence_s)) as patience:
             welcome = await self._read(call, joiner, patience)
             if not isinstance(welcome, Welcome):
                 raise ProtocolViolation("the verifier's first frame is no welcome")
+            link.max_proposal_tokens = welcome.max_proposal_tokens
             self._drafting.attach(welcome, link.send)
             self._change_state(LinkState(True))
             while True:
@@ -190,14 +192,11 @@ class LinkClient:
                         raise ProtocolViolation("the verifier has sent a second welcome")
 
     async def _read(self, call: _Call, joiner: PieceJoiner, patience: Patience) -> FromVerifier:
-        patience.starts()
         try:
-            message = await call.read()
-        except asyncio.CancelledError:
-            if patience.has_ended:
-                raise Unavailable("LINK_SILENT", f"nothing was heard from the verifier for {self._silence_s:g} seconds") from None
-            raise
-        patience.stops()
+            with patience:
+                message = await call.read()
+        except TimeoutError:
+            raise Unavailable("LINK_SILENT", f"nothing was heard from the verifier for {self._silence_s:g} seconds") from None
         if not isinstance(message, link_pb2.SpeculateResponse):  # the end of the stream
             raise Unavailable("VERIFIER_UNREACHABLE", "the verifier has ended the link without a goodbye")
         return joiner.parse(message)
@@ -220,6 +219,7 @@ class _OpenLink:
     """What is to be sent on one stream. It dies with the stream: guesses of an old link never get onto a new one."""
 
     def __init__(self, call: _Call, hello: Hello, heartbeat_s: float, clock: Callable[[], float]) -> None:
+        self.max_proposal_tokens = MAX_PROPOSAL_TOKENS  # until the welcome tells
         self._call = call
         self._heartbeat_s = heartbeat_s
         self._clock = clock
@@ -252,7 +252,7 @@ class _OpenLink:
             while True:
                 self._news.clear()
                 while self._outgoing:
-                    frame = take_next(self._outgoing)
+                    frame = take_next(self._outgoing, self.max_proposal_tokens)
                     await self._call.write(to_speculate_request(frame))
                     if isinstance(frame, Goodbye):
                         await self._call.done_writing()

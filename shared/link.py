@@ -128,6 +128,12 @@ class ProposalBatch:
     idle: bool
     resting: tuple[int, ...] = ()
 
+    @property
+    def num_ids(self) -> int:
+        """Ids in all: guesses, what they were drawn from, and resting sequences."""
+        num_drawn = sum(len(each.token_ids) for proposal in self.proposals if proposal.distributions for each in proposal.distributions)
+        return num_drawn + sum([len(proposal.token_ids) for proposal in self.proposals]) + len(self.resting)
+
 
 @dataclass(frozen=True, slots=True)
 class Decline:

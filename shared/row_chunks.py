@@ -30,22 +30,24 @@ def map_chunks(rows: Tensor, work: Callable[[Floats, slice], _T]) -> list[_T]:
         What `work` returns, in the order of the rows.
     """
     num_rows, num_ids = rows.shape
-    height = max(1, _CHUNK_ELEMENTS // num_ids, -(-num_rows // (_CHUNKS_PER_THREAD * torch.get_num_threads())))
+    num_threads = torch.get_num_threads()
+    height = max(1, _CHUNK_ELEMENTS // num_ids, -(-num_rows // (_CHUNKS_PER_THREAD * num_threads)))
     chunks = [slice(start, start + height) for start in range(0, num_rows, height)]
 
     def run(chunk: slice) -> _T:
         with np.errstate(all="ignore"):  # rows may hold anything
             return work(_as_floats(rows[chunk].detach()), chunk)
 
-    return list(_pool().map(run, chunks)) if len(chunks) > 1 else [run(chunk) for chunk in chunks]
+    return list(_pool(num_threads).map(run, chunks)) if len(chunks) > 1 else [run(chunk) for chunk in chunks]
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(torch.get_num_threads(), "rows")
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, "rows")
 
 
 def _as_floats(rows: Tensor) -> Floats:
     if rows.dtype is torch.bfloat16:  # the upper half of a float32
         return (rows.view(torch.uint16).numpy().astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return (rows.float() if rows.dtype is torch.float16 else rows).numpy()
+    # Not by torch, which would start threads of its own for each of ours.
+    return rows.numpy().astype(np.float32) if rows.dtype is torch.float16 else rows.numpy()

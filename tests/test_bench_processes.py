@@ -39,7 +39,7 @@ def test_a_simulated_sweep_gives_every_figure_and_its_pictures(tmp_path: Path) -
     assert "claim nothing" in done.stdout
 
     record = json.loads(out.read_text())
-    assert {"date", "command", "settings", "environment", "cells"} == record.keys()
+    assert {"date", "command", "settings", "environment", "intervals", "cells"} == record.keys()
     assert "--simulate" in record["command"]
     assert [cell["rtt_ms"] for cell in record["cells"]] == [1.0, 3.0]
     for cell in record["cells"]:

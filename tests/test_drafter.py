@@ -1,53 +1,13 @@
-import dataclasses
-from typing import Any
-
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from draft_service.drafter import Drafter
 from draft_service.ngram import NgramProposer
 from shared.digest import extend
 from shared.errors import ProtocolViolation
-from shared.link import Begin, Commit, Decline, End, EndReason, Proposal, ProposalBatch, Resync, StepBatch, Welcome
-from shared.sampling import Mode, SamplingParams
-from tests.support.proposers import RuleProposer, count_up, moody
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-WELCOME = Welcome(vocab_size=1_000, max_proposal_tokens=3, max_distribution_pairs=64, max_model_len=200)
-
-
-def drafter_of(proposer, capacity=8, clock=None, welcome=WELCOME, on_step=lambda seconds, num_fed: None) -> Drafter:
-    drafter = Drafter(proposer, capacity, clock or Clock(), on_step)
-    drafter.attach(welcome)
-    return drafter
-
-
-def begin(number, token_ids=(1, 2, 3), window=4, mode=Mode.COUPLED) -> Begin:
-    return Begin(number, len(token_ids), tuple(token_ids), mode, SamplingParams(), draft_seed=number, window=window)
-
-
-def commit(number, base_length, token_ids, window=4, rewind=False) -> Commit:
-    return Commit(number, base_length, 0, tuple(token_ids), window, rewind)
-
-
-def run(drafter) -> list[Any]:
-    frames = []
-    while drafter.has_work:
-        frames += drafter.step()
-    return frames
-
-
-def proposals_of(frames) -> list[Proposal]:
-    return [proposal for frame in frames if isinstance(frame, ProposalBatch) for proposal in frame.proposals]
+from shared.link import Decline, End, EndReason, Proposal, ProposalBatch, Resync, StepBatch, Welcome
+from shared.sampling import Mode
+from tests.support.drafting import WELCOME, begin, commit, drafter_of, proposals_of, run
+from tests.support.proposers import RuleProposer, count_up
+from tests.support.virtual_pair import Clock
 
 
 def test_guesses_of_all_sequences_travel_in_one_batch_and_are_asked_for_together():
@@ -215,63 +175,6 @@ def test_a_sequence_given_up_while_proposing_is_declined_and_the_others_go_on():
     assert proposer.opened == [1, 2]
 
 
-class FaultyProposer(RuleProposer):
-    """Fails where it is told to."""
-
-    def __init__(self, *where: str) -> None:
-        super().__init__(count_up)
-        self.where = set(where)
-
-    def open(self, sequence):
-        self._maybe_fail("open")
-        super().open(sequence)
-
-    def close(self, sequence):
-        super().close(sequence)
-        self._maybe_fail("close")
-
-    def propose(self, requests):
-        self._maybe_fail("propose")
-        answers = super().propose(requests)
-        return answers[1:] if "answer" in self.where else answers
-
-    def _maybe_fail(self, what: str) -> None:
-        if what in self.where:
-            raise RuntimeError(f"cannot {what}")
-
-
-@pytest.mark.parametrize("where", [("propose",), ("answer",), ("propose", "close"), ("open",)])
-def test_a_fault_of_the_proposer_declines_who_was_asked_for_and_the_drafter_goes_on(where):
-    proposer = FaultyProposer()
-    drafter = drafter_of(proposer)
-    drafter.apply(StepBatch(1, begins=(begin(1, window=0),)))
-    run(drafter)
-    proposer.where = set(where)
-    drafter.apply(StepBatch(2, begins=(begin(2), begin(3))))
-    frames = run(drafter)
-    assert [frame.sequence for frame in frames if isinstance(frame, Decline)] == [2, 3]
-    assert proposals_of(frames) == []
-    assert frames[-1].idle
-    assert proposer.opened == [1]
-    assert drafter.stats.failures == len(where) + ("close" in where) + (where == ("open",))
-    proposer.where = set()
-    drafter.apply(StepBatch(3, begins=(begin(4, window=1),), commits=(commit(1, 3, [4], window=1), commit(2, 3, [4]))))
-    frames = run(drafter)
-    assert [proposal.sequence for proposal in proposals_of(frames)] == [1, 4]
-    assert [frame for frame in frames if not isinstance(frame, ProposalBatch)] == [], "a declined sequence is not asked for again"
-
-
-def test_an_end_of_a_sequence_that_the_proposer_cannot_close_is_an_end_all_the_same():
-    proposer = FaultyProposer("close")
-    drafter = drafter_of(proposer, capacity=1)
-    drafter.apply(StepBatch(1, begins=(begin(1),)))
-    run(drafter)
-    drafter.apply(StepBatch(2, begins=(begin(2),), ends=(End(1, EndReason.FINISHED),)))
-    assert {proposal.sequence for proposal in proposals_of(run(drafter))} == {2}
-    drafter.reset()
-    assert drafter.stats.sequences == 0
-
-
 def test_without_a_match_one_empty_idle_batch_tells_the_verifier_not_to_wait():
     drafter = drafter_of(NgramProposer())
     drafter.apply(StepBatch(3, begins=(begin(1),)))
@@ -279,62 +182,6 @@ def test_without_a_match_one_empty_idle_batch_tells_the_verifier_not_to_wait():
     assert not drafter.has_work
     drafter.apply(StepBatch(4, commits=(commit(1, 3, (1, 2)),)))
     assert [proposal.token_ids for proposal in proposals_of(run(drafter))] == [(3, 1, 2), (3,)]
-
-
-class Doubter(RuleProposer):
-    """Counts up, and doubts every token that ends in 5."""
-
-    def propose(self, requests):
-        return [[dataclasses.replace(guess, is_doubted=guess.token_id % 10 == 5) for guess in guesses] for guesses in super().propose(requests)]
-
-
-def test_after_a_doubted_guess_a_sequence_rests_while_others_go_on_and_the_verifier_is_told():
-    drafter = drafter_of(Doubter(count_up))
-    drafter.apply(StepBatch(1, begins=(begin(1, (1, 3)), begin(2, (1, 6)))))
-    frames = run(drafter)
-    assert [[proposal.token_ids for proposal in frame.proposals] for frame in frames] == [[(4,), (7,)], [(5,), (8,)], [(9,)], [(10,)]]
-    assert [(frame.resting, frame.idle) for frame in frames] == [((), False), ((1,), False), ((), False), ((), True)]
-    assert (drafter.stats.guesses_doubted, drafter.stats.rests) == (1, 1)
-
-
-def test_a_commit_that_leaves_the_doubted_guess_is_answered_by_the_same_word_without_asking_the_proposer():
-    proposer = Doubter(count_up)
-    drafter = drafter_of(proposer)
-    drafter.apply(StepBatch(1, begins=(begin(1, (1, 3)),)))
-    run(drafter)
-    proposer.asked.clear()
-    drafter.apply(StepBatch(2, commits=(commit(1, 2, (4,)),)))
-    assert run(drafter) == [ProposalBatch(2, 0.0, (), idle=True, resting=(1,))]
-    assert proposer.asked == []
-
-
-@pytest.mark.parametrize(("token_ids", "rest"), [((4, 5), [6, 7, 8, 9]), ((4, 7), [8, 9, 10, 11]), ((4, 5, 8), [9, 10, 11, 12])])
-def test_drafting_goes_on_once_the_doubted_guess_is_committed_or_gone(token_ids, rest):
-    drafter = drafter_of(Doubter(count_up))
-    drafter.apply(StepBatch(1, begins=(begin(1, (1, 3)),)))
-    run(drafter)
-    drafter.apply(StepBatch(2, commits=(commit(1, 2, token_ids),)))
-    frames = run(drafter)
-    assert [token_id for proposal in proposals_of(frames) for token_id in proposal.token_ids] == rest
-    assert not any(frame.resting for frame in frames)
-
-
-def test_a_rewind_goes_on_from_the_committed_tokens_whatever_was_doubted():
-    drafter = drafter_of(Doubter(count_up))
-    drafter.apply(StepBatch(1, begins=(begin(1, (1, 3)),)))
-    run(drafter)
-    drafter.apply(StepBatch(2, commits=(commit(1, 2, (), rewind=True),)))
-    assert [proposal.token_ids for proposal in proposals_of(run(drafter))] == [(4,), (5,)]
-
-
-def test_in_rejection_mode_doubt_stops_nothing():
-    """A stop that depends on a drawn token biases what is accepted (the negative control of the ratio test)."""
-    drafter = drafter_of(Doubter(count_up))
-    drafter.apply(StepBatch(1, begins=(begin(1, (1, 3), mode=Mode.REJECTION),)))
-    frames = run(drafter)
-    assert [proposal.token_ids for proposal in proposals_of(frames)] == [(4,), (5,), (6,), (7,)]
-    assert not any(frame.resting for frame in frames)
-    assert drafter.stats.rests == 0
 
 
 def test_each_call_of_the_proposer_is_told_with_its_time_and_nothing_else_is():
@@ -416,131 +263,3 @@ def test_a_lost_link_forgets_everything_and_frees_the_proposer():
     drafter.attach(WELCOME)
     drafter.apply(StepBatch(1, commits=(commit(2, 3, (4,)),)))
     assert run(drafter) == [Resync(2), ProposalBatch(1, 0.0, (), idle=True)]
-
-
-RANDOM = st.randoms(use_true_random=False)
-
-
-class Mirror:
-    """What a verifier knows of one sequence: the committed text and the guesses it was sent."""
-
-    def __init__(self, committed: list[int], window: int) -> None:
-        self.committed = committed
-        self.guesses: list[int] = []
-        self.window = window
-
-    def commit(self, added: list[int], window: int, rewind: bool) -> None:
-        self.guesses = [] if rewind or self.guesses[: len(added)] != added else self.guesses[len(added) :]
-        self.committed, self.window = self.committed + added, window
-
-
-class DrafterMachine(RuleBasedStateMachine):
-    """Any order of begin, commit, end, rewind, replay, merge and step leaves drafter and verifier with the same picture."""
-
-    @initialize()
-    def start(self) -> None:
-        self.clock = Clock()
-        self.drafter = drafter_of(RuleProposer(moody), capacity=3, clock=self.clock)
-        self.mirrors: dict[int, Mirror] = {}
-        self.sent: set[tuple[int, int, int]] = set()
-        self.epoch = self.steps = self.next_number = 0
-
-    def tell(self, **what):
-        self.steps += 1
-        self.drafter.apply(StepBatch(self.steps, **what))
-
-    @rule(token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=6), window=st.integers(0, 6))
-    def begin_new(self, token_ids, window):
-        number, self.next_number = self.next_number, self.next_number + 1
-        self.tell(begins=(begin(number, token_ids, window),))
-        if len(self.mirrors) < 3:
-            self.mirrors[number] = Mirror(list(token_ids), window)
-
-    @precondition(lambda self: self.mirrors)
-    @rule(pick=RANDOM, agreeing=st.integers(0, 6), own=st.lists(st.integers(0, 2), max_size=3), window=st.integers(0, 6), rewind=st.booleans())
-    def commit_next(self, pick, agreeing, own, window, rewind):
-        number = pick.choice(sorted(self.mirrors))
-        mirror = self.mirrors[number]
-        overlap = pick.randint(0, min(3, len(mirror.committed)))
-        base = len(mirror.committed) - overlap
-        added = mirror.guesses[:agreeing] + own
-        self.tell(commits=(commit(number, base, mirror.committed[base:] + added, window, rewind),))
-        mirror.commit(added, window, rewind)
-        self.epoch += rewind
-
-    @precondition(lambda self: self.mirrors)
-    @rule(pick=RANDOM, length=st.integers(0, 3))
-    def replay_old_commit(self, pick, length):
-        number = pick.choice(sorted(self.mirrors))
-        committed = self.mirrors[number].committed
-        base = pick.randint(0, max(0, len(committed) - length - 1))
-        length = min(length, len(committed) - base - 1)
-        self.tell(commits=(commit(number, base, committed[base : base + length], window=0, rewind=True),))
-
-    @precondition(lambda self: self.mirrors)
-    @rule(pick=RANDOM, token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=6))
-    def begin_again(self, pick, token_ids):
-        number = pick.choice(sorted(self.mirrors))
-        self.tell(begins=(begin(number, token_ids, window=4),))
-        self.mirrors[number] = Mirror(list(token_ids), 4)
-        self.epoch += 1
-
-    @precondition(lambda self: self.mirrors)
-    @rule(pick=RANDOM)
-    def end(self, pick):
-        number = pick.choice(sorted(self.mirrors))
-        self.tell(ends=(End(number, EndReason.FINISHED),))
-        del self.mirrors[number]
-
-    @precondition(lambda self: self.mirrors)
-    @rule(pick=RANDOM)
-    def lose(self, pick):
-        number = pick.choice(sorted(self.mirrors))
-        self.tell(commits=(commit(number, len(self.mirrors[number].committed) + 1, (0,)),))
-        del self.mirrors[number]
-
-    @rule()
-    def step(self):
-        had_work = self.drafter.has_work
-        frames = self.drafter.step()
-        assert had_work or not frames
-        for batch in frames:
-            if isinstance(batch, ProposalBatch):
-                assert batch.step <= self.steps
-                for proposal in batch.proposals:
-                    self.receive(proposal)
-
-    def receive(self, proposal):
-        mirror = self.mirrors[proposal.sequence]
-        text = mirror.committed + mirror.guesses
-        assert proposal.start == len(text)
-        assert proposal.digest == extend(0, text)
-        mirror.guesses += proposal.token_ids
-        assert len(mirror.guesses) <= mirror.window
-        for offset in range(len(proposal.token_ids)):
-            once = (self.epoch, proposal.sequence, extend(proposal.digest, proposal.token_ids[:offset]))
-            assert once not in self.sent
-            self.sent.add(once)
-
-    @invariant()
-    def the_books_balance(self):
-        stats = self.drafter.stats
-        pending = sum(len(mirror.guesses) for mirror in self.mirrors.values())
-        assert stats.sequences == len(self.mirrors)
-        assert stats.guesses_sent == stats.guesses_matched + stats.guesses_dropped + pending
-
-    def teardown(self):
-        if hasattr(self, "drafter"):
-            for _ in range(300):
-                if not self.drafter.has_work:
-                    break
-                self.step()
-                # A text that makes the proposer wait would make it wait for ever.
-                for number in list(self.mirrors):
-                    if moody(self.mirrors[number].committed + self.mirrors[number].guesses, 1) is None:
-                        self.tell(ends=(End(number, EndReason.FINISHED),))
-                        del self.mirrors[number]
-            assert not self.drafter.has_work
-
-
-TestAnyOrderOfEvents = DrafterMachine.TestCase

@@ -165,15 +165,67 @@ def _doubled_values(self, hidden_states, **arguments):
     return LlamaDecoderLayer.forward(self, hidden_states, attend=doubled, **arguments)
 
 
-@pytest.mark.parametrize("forward", [_halved_residual, _doubled_values])
+def _larger_far_out(self, hidden_states, **arguments):
+    factor = 1 + 0.01 * (arguments["position_ids"] // 48)[..., None]
+    return hidden_states + factor * (LlamaDecoderLayer.forward(self, hidden_states, **arguments) - hidden_states)
+
+
+def _attending_twice(self, hidden_states, **arguments):
+    return LlamaDecoderLayer.forward(self, LlamaDecoderLayer.forward(self, hidden_states, **arguments), **arguments)
+
+
+@pytest.mark.parametrize("forward", [_halved_residual, _doubled_values, _larger_far_out, _attending_twice])
 def test_layer_of_the_same_parts_but_another_formula_stays_as_it_is(forward):
     plain = random_model("llama", VOCAB, dtype=torch.float32)
-    plain.model.layers[1].__class__ = type("Other", (LlamaDecoderLayer,), {"forward": forward})
     model = wrap(plain, "other")
+    plain.model.layers[1].__class__ = type("Other", (LlamaDecoderLayer,), {"forward": forward})
     expected = run(model)
     pack(model.model)
     assert [isinstance(layer, DecoderLayer) for layer in model.model.model.layers] == [True, False]
     assert error(run(model), expected) < 1e-5
+
+
+def _with_gelu(layer):
+    """Nearly the same as SiLU where its inputs are small, and nearly nothing beside the attention."""
+    layer.mlp.act_fn = nn.GELU()
+    layer.mlp.gate_proj.weight.data *= 0.05
+
+
+def _with_a_weight_of_its_own(layer):
+    layer.register_parameter("scale", nn.Parameter(torch.ones(64)))
+
+
+@pytest.mark.parametrize("change", [_with_gelu, _with_a_weight_of_its_own])
+@pytest.mark.parametrize("weights", ["native", "int8"])
+def test_what_a_trial_within_rounding_would_not_notice_is_noticed(change, weights):
+    plain = random_model("llama", VOCAB, dtype=torch.float32)
+    change(plain.model.layers[1])
+    pack(wrap(plain, "other").model, weights)
+    assert [isinstance(layer, DecoderLayer) for layer in plain.model.layers] == [True, False]
+
+
+def test_layer_that_is_never_run_is_packed_and_no_more():
+    plain = random_model("llama", VOCAB, dtype=torch.float32)
+    plain.spare = LlamaDecoderLayer(plain.config, 2).requires_grad_(False)
+    pack(wrap(plain, "spare").model)
+    assert type(plain.spare) is LlamaDecoderLayer
+    assert type(plain.spare.mlp.up_proj) is PackedLinear
+
+
+@pytest.mark.parametrize("trouble", [AttributeError("no such operator"), TypeError("another argument")])
+def test_a_pytorch_without_these_kernels_leaves_the_weights_alone_and_says_so(monkeypatch, caplog, trouble):
+    def gone(*_):
+        raise trouble
+
+    model = wrap(random_model("llama", VOCAB, dtype=torch.float32), "llama")
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", gone)
+    monkeypatch.setattr(torch.ops.onednn, "qlinear_prepack", gone)
+    expected = run(model)
+    pack(model.model)
+    assert str(trouble) in caplog.text
+    assert torch.equal(run(model), expected)
+    with pytest.raises(UnsupportedModel, match="int8 weights need"):
+        pack(model.model, "int8")
 
 
 def test_float64_keeps_its_layers_and_cannot_be_rounded():

@@ -2,7 +2,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -61,14 +61,15 @@ class _Pauses:
 class _Verifier:
     """A link server that can go and come back on its address."""
 
-    def __init__(self, token: str = "", **settings: Any) -> None:
+    def __init__(self, token: str = "", welcome: Welcome = WELCOME, **settings: Any) -> None:
         self.links = RecordingLinks()
         self.address = "127.0.0.1:0"
         self._settings = settings
+        self._welcome = welcome
         self._guards = [bearer_guard("outrider.v1.LinkService", token)] if token else []
 
     async def start(self) -> None:
-        self.servicer = LinkServicer(self.links, WELCOME, **self._settings)
+        self.servicer = LinkServicer(self.links, self._welcome, **self._settings)
         self._server = make_server(CallInterceptor(self._guards), LINK_MAX_MESSAGE_BYTES, await Health.of(), [])
         link_pb2_grpc.add_LinkServiceServicer_to_server(self.servicer, self._server)
         self.address = bind(self._server, self.address)
@@ -92,7 +93,7 @@ class _Draft:
 async def _pair(
     token: str = "", shown_token: str = "", refuse: str = "", start: bool = True, **settings: Any
 ) -> AsyncIterator[tuple[_Verifier, _Draft]]:
-    verifier = _Verifier(token, **{key: settings.pop(key) for key in ("silence_s", "heartbeat_s") if key in settings})
+    verifier = _Verifier(token, **{key: settings.pop(key) for key in ("silence_s", "heartbeat_s", "welcome") if key in settings})
     verifier.links.refuse = refuse
     await verifier.start()
     if not start:
@@ -131,6 +132,18 @@ async def test_it_attaches_and_carries_frames_both_ways() -> None:
         assert await draft.drafting.heard.get() == BATCH
         await asyncio.to_thread(draft.drafting.sends[0], (_guesses(1),))  # as the engine thread does
         assert await verifier.links.frames.get() == _guesses(1)
+
+
+async def test_guesses_that_wait_are_put_together_up_to_what_the_welcome_allows() -> None:
+    async with _pair(welcome=replace(WELCOME, max_proposal_tokens=3)) as (verifier, draft):
+        await draft.drafting.heard.get()
+        draft.drafting.sends[0]([ProposalBatch(1, 0.0, (Proposal(7, 5 + index, index, (index,)),), idle=False) for index in range(5)])
+        sizes: list[int] = []
+        while sum(sizes) < 5:
+            frame = await verifier.links.frames.get()
+            assert isinstance(frame, ProposalBatch)
+            sizes.append(len(frame.proposals[0].token_ids))
+        assert sizes == [3, 2]
 
 
 async def test_stopping_says_goodbye_and_returns() -> None:

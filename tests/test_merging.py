@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_service.merging import take_next
-from shared.link import MAX_PROPOSAL_TOKENS, Capacity, Distribution, FromDrafter, Proposal, ProposalBatch
+from shared.link import (
+    MAX_BATCH_PROPOSALS,
+    MAX_DISTRIBUTION_PAIRS,
+    MAX_PROPOSAL_TOKENS,
+    Capacity,
+    Distribution,
+    FromDrafter,
+    Proposal,
+    ProposalBatch,
+)
 
 
 def _piece(sequence: int, start: int, *token_ids: int, digest: int = 7) -> Proposal:
@@ -16,11 +25,11 @@ def _batch(step: int, *proposals: Proposal, idle: bool = False, resting: tuple[i
     return ProposalBatch(step, 0.25, proposals, idle, resting)
 
 
-def _take_all(*frames: FromDrafter) -> list[FromDrafter]:
+def _take_all(*frames: FromDrafter, max_tokens: int = MAX_PROPOSAL_TOKENS) -> list[FromDrafter]:
     outgoing = deque(frames)
     taken = []
     while outgoing:
-        taken.append(take_next(outgoing))
+        taken.append(take_next(outgoing, max_tokens))
     return taken
 
 
@@ -49,9 +58,7 @@ def test_a_piece_that_does_not_follow_the_one_before_stays_a_piece() -> None:
 def test_what_guesses_were_drawn_from_stays_with_them() -> None:
     drawn = [Proposal(1, 10 + index, index, (index,), (Distribution((index,), (1.0,)),)) for index in range(2)]
     batches = [_batch(3, piece) for piece in drawn]
-    assert _take_all(*batches) == [
-        ProposalBatch(3, 0.5, (Proposal(1, 10, 0, (0, 1), drawn[0].distributions + drawn[1].distributions),), idle=False)
-    ]
+    assert _take_all(*batches) == [ProposalBatch(3, 0.5, (Proposal(1, 10, 0, (0, 1), drawn[0].distributions + drawn[1].distributions),), idle=False)]
 
 
 @pytest.mark.parametrize("num_pieces", [MAX_PROPOSAL_TOKENS, MAX_PROPOSAL_TOKENS + 1, 3 * MAX_PROPOSAL_TOKENS])
@@ -60,6 +67,25 @@ def test_no_proposal_grows_beyond_what_the_verifier_takes(num_pieces: int) -> No
     assert [len(frame.proposals[0].token_ids) for frame in taken if isinstance(frame, ProposalBatch)] == [MAX_PROPOSAL_TOKENS] * (
         num_pieces // MAX_PROPOSAL_TOKENS
     ) + ([1] if num_pieces % MAX_PROPOSAL_TOKENS else [])
+
+
+def test_no_proposal_grows_beyond_what_this_verifier_has_said_it_takes() -> None:
+    taken = _take_all(*(_batch(3, _piece(1, 10 + index, index)) for index in range(7)), max_tokens=3)
+    assert [len(frame.proposals[0].token_ids) for frame in taken if isinstance(frame, ProposalBatch)] == [3, 3, 1]
+
+
+def test_no_batch_grows_beyond_the_proposals_that_a_message_takes() -> None:
+    full = _batch(3, *(_piece(sequence, 10, 5) for sequence in range(MAX_BATCH_PROPOSALS)))
+    more = _batch(3, _piece(MAX_BATCH_PROPOSALS, 10, 5))
+    assert _take_all(full, more) == [full, more]
+
+
+def test_a_message_stays_small_whatever_guesses_were_drawn_from() -> None:
+    drawn_from = Distribution(tuple(range(MAX_DISTRIBUTION_PAIRS)), (1 / MAX_DISTRIBUTION_PAIRS,) * MAX_DISTRIBUTION_PAIRS)
+    batches = [
+        _batch(3, *(Proposal(sequence, 10 + index, index, (index,), (drawn_from,)) for sequence in range(512))) for index in range(5)
+    ]  # 33,280 ids each
+    assert _take_all(*batches) == batches
 
 
 @given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4, unique=True), min_size=1, max_size=8), st.integers(1, 3))

@@ -6,19 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared.noise import gumbel, key_tensor, noise_key
-from shared.penalties import penalise
+from shared.noise import gumbel, key_tensor
 from shared.picking import UNUSABLE_ID, finite_rows, pick_tokens, pick_usable, probabilities, process
-from shared.sampling import Pick, SamplingParams, TokenRules
+from shared.sampling import SamplingParams
+from tests.support.picks import make_pick
 
 INF = float("inf")
-
-
-def make_pick(sampling=None, *, seed=1, committed=(1, 2, 3), guesses=(), prompt_length=2, vocab_size=10**6, suppressed=(), until=0):
-    rules = TokenRules(sampling or SamplingParams(), prompt_length, vocab_size, suppressed, until)
-    return Pick(rules, noise_key(seed), committed, guesses)
 
 
 def expected_scores(logits, pick):
@@ -125,71 +119,6 @@ def test_a_wide_row_does_not_depend_on_its_batch():
         assert pick_tokens(logits[row : row + 1], picks[row : row + 1]).equal(tokens[row : row + 1])
     reversed_rows = list(reversed(range(6)))
     assert pick_tokens(logits[reversed_rows], [picks[row] for row in reversed_rows]).equal(tokens[reversed_rows])
-
-
-@pytest.mark.parametrize("share", [0.2, 0.9, 0.999])
-@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
-def test_the_nucleus_is_the_same_however_far_it_reaches(share, scale):
-    # Rounded logits: thousands of ties, many of them at the edge.
-    logits = (torch.randn(1, 30_000, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) * scale).round(decimals=2)
-    kept = process(logits, [make_pick(SamplingParams(top_p=share))])[0] > -INF
-    ordered = logits[0].sort(descending=True, stable=True)
-    mass = (ordered.values - ordered.values[0]).exp().cumsum(0)
-    size = 1 + int((mass < share * mass[-1]).sum())
-    assert kept.nonzero()[:, 0].equal(ordered.indices[:size].sort().values)
-
-
-def test_ties_at_the_kth_stay_in_order_of_id():
-    logits = torch.tensor([[1.0, 5.0, 3.0, 3.0, 3.0, 0.0]])
-    assert (process(logits, [make_pick(SamplingParams(top_k=3))])[0] > -INF).nonzero()[:, 0].tolist() == [1, 2, 3]
-    # Also where ties are so many that a heap would lose their order.
-    flat = torch.zeros(1, 50_000)
-    assert (process(flat, [make_pick(SamplingParams(top_k=40))])[0] > -INF).nonzero()[:, 0].tolist() == list(range(40))
-
-
-def test_top_p_keeps_the_smallest_prefix_with_enough_mass_and_at_least_one():
-    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
-
-    def kept(top_p):
-        return (process(logits, [make_pick(SamplingParams(top_p=top_p))])[0] > -INF).nonzero()[:, 0].tolist()
-
-    assert kept(1e-9) == [0]
-    assert kept(0.4999) == [0]
-    assert kept(0.5001) == [0, 1]
-    assert kept(0.7501) == [0, 1, 2]
-    assert kept(0.8751) == [0, 1, 2, 3]
-    # Exactly enough is enough: of four equals, two have half of the mass.
-    assert (process(torch.zeros(1, 4), [make_pick(SamplingParams(top_p=0.5))])[0] > -INF).nonzero()[:, 0].tolist() == [0, 1]
-
-
-def test_top_p_is_measured_on_what_top_k_left():
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
-    # Of the best two, the first has 4/7 of the mass.
-    kept = process(logits, [make_pick(SamplingParams(top_k=2, top_p=0.55))])[0] > -INF
-    assert kept.tolist() == [True, False, False, False]
-
-
-def test_each_row_counts_its_own_guesses():
-    logits = torch.zeros(3, 10)
-    sampling = SamplingParams(frequency_penalty=1.0)
-    picks = [make_pick(sampling, committed=(9, 9, 5), guesses=guesses) for guesses in ((), (5,), (5, 7))]
-    scores = process(logits, picks)
-    assert scores[:, 5].tolist() == [-1, -2, -2]
-    assert scores[:, 7].tolist() == [0, 0, -1]
-    assert scores[:, 9].tolist() == [0, 0, 0], "the prompt is no output"
-
-
-def test_repetition_penalty_counts_the_prompt_and_is_applied_once():
-    logits = torch.tensor([[2.0, -2.0, 2.0, -2.0]])
-    scores = process(logits, [make_pick(SamplingParams(repetition_penalty=2.0), committed=(0, 0, 1), prompt_length=3)])
-    assert scores[0].tolist() == [1.0, -4.0, 2.0, -2.0]
-
-
-def test_a_guess_outside_the_vocabulary_reaches_no_index():
-    logits = torch.zeros(1, 4)
-    sampling = SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0, temperature=0.0)
-    pick = make_pick(sampling, committed=(0,), guesses=(4, 2**31 - 1, -1, 2), prompt_length=0)
-    assert process(logits, [pick])[0].tolist() == [-1, 0, -1, 0]
 
 
 def test_ids_beyond_the_tokenizer_cannot_win():
@@ -307,34 +236,6 @@ def test_probabilities_sum_to_one_and_are_certain_where_greedy():
     distributions = probabilities(process(logits, picks), picks)
     assert distributions.dtype == torch.float64
     assert distributions.tolist() == [[0.0, 0.5, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0]]
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the size of the largest tensor that is made, not counting one that is changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor) and all(tensor is not given for given in args):
-                self.numel = max(self.numel, tensor.numel())
-        return made
-
-
-def test_penalties_take_memory_by_the_length_of_the_histories_not_by_the_size_of_the_vocabulary():
-    scores = torch.ones(4, 100_000)
-    committed = [1, 2, 3]
-    picks = [make_pick(SamplingParams(frequency_penalty=1.0), committed=committed, guesses=range(row)) for row in range(4)]
-    with LargestTensor() as largest:
-        torch.bincount(torch.zeros(1, dtype=torch.int64), minlength=scores.numel())
-    assert largest.numel == scores.numel(), "control"
-    with LargestTensor() as largest:
-        penalise(scores, picks)
-    assert 0 < largest.numel < 100
-    assert scores[:, :5].tolist() == [[1, 1, 1, 0, 1], [0, 1, 1, 0, 1], [0, 0, 1, 0, 1], [0, 0, 0, 0, 1]]
 
 
 def test_rows_of_different_vocabularies_are_masked_each_at_its_own_end():

@@ -1,5 +1,7 @@
 """What may be shared between sequences, and that sharing changes no token."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import event, given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from shared.engine.block_allocator import BlockAllocator, BrokenInvariant
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.sequence import Sequence
-from shared.errors import OutOfBlocks
+from shared.errors import EngineFailure, OutOfBlocks
 from shared.sampling import Mode, SamplingParams
 from tests.support.tiny_models import tiny_llama
 from tests.support.virtual_pair import VirtualPair
@@ -222,3 +224,19 @@ def test_a_second_request_is_told_how_much_was_there():
     assert [pair.finished[request.request_id].cached_prompt_tokens for request in (first, second, other)] == [0, 16, 0]
     assert sum(output.stats.queried_tokens for output in pair.outputs) == 3 * 19
     assert pair.outputs[-1].stats.cached_blocks == pair.allocator.num_cached > 0
+
+
+def test_what_a_failed_request_has_left_behind_is_nobodys_beginning():
+    """A chunk of a prompt picks no token: what its rows have stored is shown to others only once a row that reads it is found usable."""
+    pair = VirtualPair(TARGET, block_size=BLOCK_SIZE, max_step_tokens=8)
+
+    def spoil() -> None:
+        for keys in pair.runner.cache.keys:
+            keys.fill_(math.nan)
+
+    pair.at_step(1, spoil)  # a fault of the machine after the first of three chunks
+    first, second = (_ask(index, ((0, 18), [], 3, "", 0), SamplingParams()) for index in range(2))
+    pair.run(first)
+    assert isinstance(pair.finished["r0"].error, EngineFailure)
+    assert pair.run(second)["r1"] == ORACLE.tokens(second)
+    assert pair.finished["r1"].cached_prompt_tokens == 0

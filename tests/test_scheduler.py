@@ -41,6 +41,7 @@ def run(plan: list[Scheduled]) -> None:
         is_terminal = part.is_terminal
         part.generation.sequence.kv_len += part.num_tokens
         if is_terminal:
+            part.generation.num_sound = part.generation.sequence.kv_len
             part.generation.committed.append(9)
             part.generation.guesses.commit([9])
 

@@ -1,4 +1,4 @@
-"""Truncation in numpy, by candidates, and in torch, by sorted values: one and the same set of tokens. The rules are in test_picking.py."""
+"""Truncation in numpy, by candidates, and in torch, by sorted values: one and the same set of tokens. Then the rules, case by case."""
 
 import math
 
@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.picking import process
+from shared.sampling import SamplingParams
 from shared.truncation import truncate, truncate_on_device
+from tests.support.picks import make_pick
 
 INF = math.inf
 
@@ -65,3 +68,45 @@ def test_a_row_without_a_distribution_hurts_no_other(bad):
     scores = torch.tensor([[1.0, bad, 3.0], [1.0, 2.0, 3.0], [-INF, -INF, -INF]])
     truncate(scores, [1] * 3, [0.5] * 3, [0.1] * 3)
     assert scores[1].tolist() == [-INF, -INF, 3.0]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9, 0.999])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
+def test_the_nucleus_is_the_same_however_far_it_reaches(share, scale):
+    # Rounded logits: thousands of ties, many of them at the edge.
+    logits = (torch.randn(1, 30_000, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) * scale).round(decimals=2)
+    kept = process(logits, [make_pick(SamplingParams(top_p=share))])[0] > -INF
+    ordered = logits[0].sort(descending=True, stable=True)
+    mass = (ordered.values - ordered.values[0]).exp().cumsum(0)
+    size = 1 + int((mass < share * mass[-1]).sum())
+    assert kept.nonzero()[:, 0].equal(ordered.indices[:size].sort().values)
+
+
+def test_ties_at_the_kth_stay_in_order_of_id():
+    logits = torch.tensor([[1.0, 5.0, 3.0, 3.0, 3.0, 0.0]])
+    assert (process(logits, [make_pick(SamplingParams(top_k=3))])[0] > -INF).nonzero()[:, 0].tolist() == [1, 2, 3]
+    # Also where ties are so many that a heap would lose their order.
+    flat = torch.zeros(1, 50_000)
+    assert (process(flat, [make_pick(SamplingParams(top_k=40))])[0] > -INF).nonzero()[:, 0].tolist() == list(range(40))
+
+
+def test_top_p_keeps_the_smallest_prefix_with_enough_mass_and_at_least_one():
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
+
+    def kept(top_p):
+        return (process(logits, [make_pick(SamplingParams(top_p=top_p))])[0] > -INF).nonzero()[:, 0].tolist()
+
+    assert kept(1e-9) == [0]
+    assert kept(0.4999) == [0]
+    assert kept(0.5001) == [0, 1]
+    assert kept(0.7501) == [0, 1, 2]
+    assert kept(0.8751) == [0, 1, 2, 3]
+    # Exactly enough is enough: of four equals, two have half of the mass.
+    assert (process(torch.zeros(1, 4), [make_pick(SamplingParams(top_p=0.5))])[0] > -INF).nonzero()[:, 0].tolist() == [0, 1]
+
+
+def test_top_p_is_measured_on_what_top_k_left():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+    # Of the best two, the first has 4/7 of the mass.
+    kept = process(logits, [make_pick(SamplingParams(top_k=2, top_p=0.55))])[0] > -INF
+    assert kept.tolist() == [True, False, False, False]

@@ -5,7 +5,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -247,6 +247,9 @@ def test_an_inbox_is_bounded_by_frames_and_by_ids_but_takes_any_single_frame():
     inbox.take()
     assert inbox.put(piece(num_tokens=101), 8.0) is True
     assert inbox.put(Capacity(1), 9.0) is None
+    inbox.take()
+    resting = ProposalBatch(0, 0.0, (), False, tuple(range(60)))
+    assert [inbox.put(resting, 10.0), inbox.put(resting, 11.0)] == [True, None]
 
 
 async def test_a_step_that_fails_fails_who_was_in_it_and_the_engine_goes_on(monkeypatch):
@@ -265,6 +268,29 @@ async def test_a_step_that_fails_fails_who_was_in_it_and_the_engine_goes_on(monk
         assert [line["request_ids"] for line in lines if line["event"] == "step failed"] == [["r"]]
         assert await collect(service.verifier, ask("s")) == ORACLE.tokens(ask("s"))
         assert service.allocator.num_free == NUM_BLOCKS
+
+
+async def test_what_was_computed_before_the_engine_died_still_arrives(monkeypatch):
+    async with running(max_running=24) as service, AsyncExitStack() as opened:
+        forward, all_are_there = service.runner.forward, threading.Event()
+        num_forwards = itertools.count()
+
+        def die_in_the_third(spans):
+            all_are_there.wait(60)
+            if next(num_forwards) == 2:
+                raise SystemExit
+            return forward(spans)
+
+        monkeypatch.setattr(service.runner, "forward", die_in_the_third)
+        asked = [replace(ask("r", 1), request_id=f"r{index}") for index in range(16)]
+        (dying,) = [thread for thread in threading.enumerate() if thread.name == "verifier-engine"]
+        unfinished = await opened.enter_async_context(service.verifier.open(ask("unfinished", 3)))
+        complete = [await opened.enter_async_context(service.verifier.open(request)) for request in asked]
+        all_are_there.set()
+        dying.join(60)  # the loop hears of all its steps and of its end at once
+        for emissions in complete:
+            assert [emission.finish async for emission in emissions] == [FinishReason.LENGTH]
+        assert isinstance([emission async for emission in unfinished][-1].error, EngineFailure)
 
 
 async def test_if_the_engine_dies_its_requests_end_with_an_error_and_new_ones_are_refused(monkeypatch):

@@ -1,21 +1,45 @@
+from collections import deque
+
 import pytest
 from outrider.v1 import link_pb2 as pb
 
 from bench.wire import framing_bytes, measure
-from shared.link import Commit, Proposal, ProposalBatch, StepBatch
+from draft_service.drafter import Drafter
+from draft_service.merging import take_next
+from draft_service.stand_in import StandInProposer
+from shared.link import Begin, Commit, FromDrafter, Proposal, ProposalBatch, StepBatch, Welcome
 from shared.rpc.convert_link import to_speculate_request
 from shared.rpc.convert_step import to_speculate_responses
+from shared.sampling import Mode, SamplingParams
+from shared.simulation import VOCAB_SIZE, Simulation
 
 MAX_COMMIT_BYTES = 64
 MAX_PROPOSAL_BYTES = 100
 
 
 @pytest.mark.parametrize("acceptance", [0.8, 1.0])
-def test_a_round_of_eight_guesses_keeps_to_its_bytes_on_the_link(acceptance: float) -> None:
+def test_a_commit_and_eight_guesses_in_one_message_keep_to_their_bytes_on_the_link(acceptance: float) -> None:
     sizes = {(size.name, size.num_sequences): size for size in measure(8, acceptance, 2000)}
     for num_sequences in (1, 64):
         assert sizes["commit", num_sequences].worst <= MAX_COMMIT_BYTES
         assert sizes["proposal, one piece", num_sequences].worst <= MAX_PROPOSAL_BYTES
+
+
+def test_a_drafter_sends_its_guesses_one_by_one_and_that_row_says_what_they_take() -> None:
+    """On a link that keeps up nothing is merged: eight messages, and their bytes are beyond the limit of a single one."""
+    drafter = Drafter(StandInProposer(Simulation(), sleep=lambda seconds: None), 1, lambda: 0.0)
+    drafter.attach(Welcome(VOCAB_SIZE, 64, 0, 4096))
+    begin = Begin(sequence=1, prompt_length=3, token_ids=(100, 101, 102), mode=Mode.COUPLED, sampling=SamplingParams(), draft_seed=1, window=8)
+    drafter.apply(StepBatch(1, begins=(begin,)))
+    sent = deque[FromDrafter]()
+    messages = []
+    while drafter.has_work:
+        sent.extend(drafter.step())
+        while sent:
+            messages.append(to_speculate_request(take_next(sent, 64)))
+    assert [len(message.proposals.proposals[0].token_ids) for message in messages] == [1] * 8
+    (row,) = (size for size in measure(8, 0.8, 2000, batch_sizes=(1,)) if size.name == "proposal, one by one")
+    assert MAX_PROPOSAL_BYTES < sum(message.ByteSize() for message in messages) <= row.worst
 
 
 def test_the_longest_numbers_that_the_protocol_allows_in_a_round_of_eight_still_keep_to_them() -> None:

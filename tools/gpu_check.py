@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import platform
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.ratio import MIN_PAIRS, paired_ratio
 from client import Client
+from client.bench.ratio import BOOTSTRAP, MIN_PAIRS, paired_ratio
 from client.demo import wait_for_drafter
 from client.pair import plan
 from client.supervisor import Supervisor
-from client.up import children, line_writer
+from client.up import children, free_ports, line_writer, until_terminated
 from shared.default_model import DEFAULT_TARGET, resolve
 from shared.engine.forward_batch import Span
 from shared.engine.model_loader import LoadedModel, load
@@ -173,7 +172,7 @@ def block_tables(num_sequences: int, num_tokens: int) -> list[tuple[int, ...]]:
 async def time_pair(target: str, draft: str, device: str, k: int, num_tokens: int, pairs: int) -> list[Line]:
     """The pair over gRPC against the target alone, both greedy, A B, B A."""
     names = ("verifier.listen", "verifier.link", "draft.listen")
-    addresses = [f"{name}={_free_address()}" for name in names]
+    addresses = [f"{name}=127.0.0.1:{port}" for name, port in zip(names, free_ports(len(names)), strict=True)]
     settings = [f"target={target}", f"draft={draft}", f"device={device}", f"max-draft-tokens={k}", "metrics=", "log-level=warning", *addresses]
     configured = plan(assignments=settings)
     plain: list[float] = []
@@ -191,7 +190,7 @@ async def time_pair(target: str, draft: str, device: str, k: int, num_tokens: in
     speedup = paired_ratio(pair, plain)
     return [
         Line("pair over gRPC", f"tokens/s alone; with drafter, K = {k}", f"{median(plain):.1f}; {median(pair):.1f}"),
-        Line("pair over gRPC", f"speedup, {speedup.num_pairs} pairs", str(speedup)),
+        Line("pair over gRPC", f"speedup {BOOTSTRAP}, {speedup.num_pairs} pairs", str(speedup)),
     ]
 
 
@@ -241,11 +240,6 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return f"127.0.0.1:{listening.getsockname()[1]}"
-
-
 def tabulate(lines: Sequence[Line], title: str) -> Table:
     """All lines, part by part."""
     table = Table("part", "what", "found", "", title=title)
@@ -282,7 +276,7 @@ def main() -> None:
     on_device = load(target, "float32", arguments.device)
     lines = check_model(load(target, "float32", "cpu"), on_device, _some_ids(64, on_device.vocab_size, 0))
     lines += time_steps(load(target, "auto", arguments.device), arguments.batches, arguments.queries, arguments.context, arguments.repeats)
-    lines += asyncio.run(time_pair(target, draft, arguments.device, arguments.k, arguments.tokens, MIN_PAIRS))
+    lines += asyncio.run(until_terminated(time_pair(target, draft, arguments.device, arguments.k, arguments.tokens, MIN_PAIRS)))
     title = f"{_describe(on_device.device)}, {time.monotonic() - began:.0f} s"
     Console().print(tabulate(lines, title))
     if arguments.json:

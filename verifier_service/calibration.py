@@ -64,7 +64,7 @@ def calibrate(
         return Calibration(scorers[0], {}, {})
     blocks = allocator.allocate(allocator.blocks_for(context + width))
     try:
-        made_up = _made_up(context, space.max_draft_tokens, blocks)
+        made_up = _made_up(context, space.max_draft_tokens, blocks, vocab_size)
 
         def seconds(scorer: Scorer, num_rows: int) -> float:
             return _measure(Scoring(runner, vocab_size, scorer), _step(made_up, num_rows, width), clock, ends_at)
@@ -87,10 +87,10 @@ def calibrate(
     return Calibration(chosen, by_scorer, points)
 
 
-def _made_up(context: int, num_guesses: int, blocks: list[int]) -> Generation:
+def _made_up(context: int, num_guesses: int, blocks: list[int], vocab_size: int) -> Generation:
     """A sequence of `context` tokens with guesses. Any number of them may share these blocks: they all say the same."""
     request = Request("calibration", (0,) * context, SamplingParams(), Stopping(context + num_guesses + 1), seed=0, max_draft_tokens=num_guesses)
-    made_up = new_generation(0, request, 1, 0, 0.0)
+    made_up = new_generation(0, request, vocab_size, 0, 0.0)
     made_up.sequence.block_table = blocks
     made_up.guesses.token_ids = [0] * num_guesses
     return made_up

@@ -199,7 +199,7 @@ class Engine:
         overlapped = any(generation.guesses.overlapped[: part.num_guesses])
         generation.committed.extend(token_ids)
         # Setting the length is the whole rollback: KV beyond it is overwritten before anything reads it.
-        generation.sequence.kv_len = base_length + min(verdict.accepted, num_kept - 1)
+        generation.sequence.kv_len = generation.num_sound = base_length + min(verdict.accepted, num_kept - 1)
         if part.num_guesses:
             self.speculation.verified(generation, accepted, drafted)
         if stop is None:

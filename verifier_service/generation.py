@@ -29,6 +29,7 @@ class Generation:
         scheduled_before: whether it has ever been run.
         overtaken: how many others have gone before it in all the times that it waited.
         num_cached: tokens of the prompt that were not computed, because their KV was there.
+        num_sound: positions below it were read by a row that a token could be picked from: the KV that may be shown to other requests.
         num_charged: length of the text that its tenant has been charged for.
         acceptance: running estimate of the chance that a guess is accepted, from committed rounds only.
         cut_step: the link's step that told of tokens the buffer had not foreseen: the drafter may have cut its tail then.
@@ -55,6 +56,7 @@ class Generation:
     scheduled_before: bool = False
     overtaken: int = 0
     num_cached: int = 0
+    num_sound: int = 0
     num_charged: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
     cut_step: int = 0

@@ -12,7 +12,7 @@ class Inbox:
 
     Args:
         max_frames: most frames that may wait.
-        max_ids: most token ids in all that may wait, those of distributions included; a frame with more is taken if it is alone.
+        max_ids: most ids in all that may wait (`ProposalBatch.num_ids`); a frame with more is taken if it is alone.
     """
 
     def __init__(self, max_frames: int, max_ids: int) -> None:
@@ -28,7 +28,7 @@ class Inbox:
         Returns:
             Whether it is the first one, so that somebody has to be told to take; None if there is no room: it was not added.
         """
-        num_ids = _count_ids(frame)
+        num_ids = frame.num_ids if isinstance(frame, ProposalBatch) else 0
         with self._lock:
             if self._frames and (len(self._frames) >= self._max_frames or self._num_ids + num_ids > self._max_ids):
                 return None
@@ -42,10 +42,3 @@ class Inbox:
             frames, self._frames = self._frames, []
             self._num_ids = 0
         return frames
-
-
-def _count_ids(frame: Frame) -> int:
-    if not isinstance(frame, ProposalBatch):
-        return 0
-    num_drawn = sum(len(each.token_ids) for proposal in frame.proposals if proposal.distributions for each in proposal.distributions)
-    return num_drawn + sum([len(proposal.token_ids) for proposal in frame.proposals])

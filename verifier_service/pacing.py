@@ -13,10 +13,11 @@ from verifier_service.drafters import Drafter, Drafters
 from verifier_service.exploration import Exploration
 from verifier_service.generation import Generation
 from verifier_service.guess_budget import allot, num_worth
+from verifier_service.scheduler import deal_evenly
 from verifier_service.stats import Decisions, WaitOutcome
 from verifier_service.step_cost import StepCost
-from verifier_service.wait_policy import ENOUGH_WHEN_GATHERED, gathering, num_worth_ahead, pays_to_wait, worth_of_next
-from verifier_service.windows import DEVIATIONS, Windows
+from verifier_service.wait_policy import ENOUGH_WHEN_GATHERED, MAX_GATHERED, gathering, num_worth_ahead, pays_to_wait, worth_of_next
+from verifier_service.windows import DEVIATIONS, Windows, idle_by_turn
 
 _SLACK = 0.5  # a guess is overdue by this share of the time it was given
 _HOPEFUL_SLACK = 1.5  # the same where that time is a hopeful estimate, half of what was measured
@@ -82,14 +83,14 @@ class Pacing:
         limits = [min(generation.num_usable, self._max_draft_tokens) for generation in decoding]
         self._num_rows = max(1, num_planned)
         if not self._cost.is_known or not decoding:
-            counts = limits if sum(limits) <= budget else [min(limit, budget // len(limits)) for limit in limits]
+            counts = deal_evenly(decoding, budget, num_planned)
             self._decisions.allotted = tuple(counts)
             return counts
         bounds = [self._lower(generation) for generation in decoding]
         best = allot(bounds, limits, self._cost.seconds_of, self._num_rows, budget)
-        counts, left = list(best.counts), budget - sum(best.counts)
+        counts = list(best.counts)
         self._rate = best.rate
-        for index in self._probed(decoding, limits, counts)[: max(0, left)]:
+        for index in self._probed(decoding, limits, counts, budget - sum(counts)):
             counts[index] = 1
         self._decisions.allotted = tuple(counts)
         self._decisions.acceptance_bounds = tuple(bound for bound, generation in zip(bounds, decoding, strict=True) if generation.drafter is not None)
@@ -179,15 +180,10 @@ class Pacing:
         low, high = self._cost.seconds_of(rows)
         return float(high - low) / _SLOPE_ROWS * self._rate
 
-    def _probed(self, decoding: Sequence[Generation], limits: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """Sequences whose guesses do not pay and are tried all the same, the one least lately tried first."""
-        idle = sorted((index for index, limit in enumerate(limits) if limit and not counts[index]), key=lambda index: decoding[index].tried_at)
+    def _probed(self, decoding: Sequence[Generation], limits: Sequence[int], counts: Sequence[int], most: int) -> list[int]:
+        """At most `most` sequences whose guesses do not pay and are tried all the same, the one least lately tried first."""
         row_s = self._cost.seconds(self._num_rows + sum(counts) + 1) - self._cost.seconds(self._num_rows + sum(counts))
-        probed = []
-        for index in idle:
-            if not self._exploration.spend(row_s):
-                break
-            probed.append(index)
+        probed = self._exploration.choose(idle_by_turn(decoding, limits, counts)[: max(0, most)], row_s)
         for index, generation in enumerate(decoding):
             if counts[index] or index in probed:
                 generation.tried_at = self._num_steps
@@ -195,7 +191,7 @@ class Pacing:
 
     def _until(self, decoding: list[Generation], since: float) -> tuple[float, set[int]]:
         """When the next step had better start, and the links whose first guess it waits for."""
-        if self.runs_ahead and len(decoding) > 1 and gathering(len(decoding), 0.0, 1.0).num_sequences == 0:
+        if self.runs_ahead and len(decoding) > MAX_GATHERED:
             return since, set()
         step_s = self._cost.seconds(len(decoding))
         waits = []

@@ -137,17 +137,13 @@ class Scheduler:
             self._waiting.remove(generation)
         self._tenants.leave(generation.request.tenant)
 
-    def max_guesses(self, generation: Generation) -> int:
-        """Most guesses that the request could use in a step now."""
-        return min(self._limits.max_draft_tokens, generation.request.max_draft_tokens, generation.room)
-
     def schedule(self) -> list[Scheduled]:
         """Plans a step and reserves its blocks; empty when there is nothing to run."""
         plan: dict[int, Scheduled] = {}
         decoding = [generation for generation in self._running.values() if generation.num_pending == 1]
         for generation in self._running.values():
             generation.sequence.trim(len(generation.committed), self._allocator)  # what the last step's guesses had
-            self._cache.keep(generation.sequence)
+            self._keep(generation)
         for generation in decoding:
             self._plan(generation, 1, plan)
         budget = self._limits.max_step_tokens - len(plan)
@@ -212,6 +208,7 @@ class Scheduler:
         self._waiting.take(generation)
         self._running[generation.number] = generation
         self._cache.take(generation.sequence, cached)
+        generation.num_sound = generation.sequence.kv_len
         if generation.num_charged == 0:  # it begins; when it comes back, its prompt has been counted
             prompt_length = len(generation.request.prompt_ids)
             generation.num_cached = min(generation.sequence.kv_len, prompt_length)
@@ -228,8 +225,13 @@ class Scheduler:
         self.num_preempted += 1
 
     def _release(self, generation: Generation) -> None:
-        self._cache.keep(generation.sequence)
+        self._keep(generation)
         generation.sequence.release(self._allocator)
+
+    def _keep(self, generation: Generation) -> None:
+        """Lets others use what no request has been seen to fail on. The rows of a prompt's chunk show nobody what they have left behind."""
+        if generation.sequence.kv_len == generation.num_sound:
+            self._cache.keep(generation.sequence)
 
     def _charge(self, generation: Generation, length: int) -> None:
         """Puts down the text up to `length` to the tenant's account, once: neither guesses nor what has to be computed again is its doing."""

@@ -4,7 +4,7 @@ the loop and the engine thread, and knows no gRPC, no text and no tensor."""
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -267,11 +267,14 @@ class Verifier:
             link.on_batch(batch)
 
     def _deliver(self, output: StepOutput) -> None:
-        # Links first: what they are told was posted before this, but it takes them a turn of the loop to send it.
-        if not self._undelivered:
-            self._loop.call_soon(self._deliver_some)
-        self._undelivered.extend(output.emissions)
+        self._hand_out(output.emissions)
         self._loop.call_soon(self._on_stats, output.stats)
+
+    def _hand_out(self, emissions: Sequence[tuple[int, Emission]]) -> None:
+        # Links first: what they are told was posted before this, but it takes them a turn of the loop to send it.
+        if emissions and not self._undelivered:
+            self._loop.call_soon(self._deliver_some)
+        self._undelivered.extend(emissions)
 
     def _deliver_some(self) -> None:
         """Gives some streams their tokens, and leaves the others to the loop's next turn. Each stream's stay in order."""
@@ -285,8 +288,8 @@ class Verifier:
 
     def _crash(self) -> None:
         self._crashed = True
-        for stream in self._streams.values():
-            stream.put_nowait(Emission("", error=EngineFailure("the engine has stopped")))
+        # Behind what was computed before: a request that is complete has not failed.
+        self._hand_out([(number, Emission("", error=EngineFailure("the engine has stopped"))) for number in self._streams])
         self._on_crash()
 
 

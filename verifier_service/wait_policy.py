@@ -17,7 +17,7 @@ import numpy as np
 
 from verifier_service.guess_budget import Budget, Cost, allot
 
-_MAX_GATHERED = 16
+MAX_GATHERED = 16  # sequences that run ahead and still wait for one another
 ENOUGH_WHEN_GATHERED = 3
 _GATHER_SHARE = 0.4  # of a step
 
@@ -138,6 +138,6 @@ def gathering(num_sequences: int, turnaround_s: float, step_s: float) -> Gatheri
         turnaround_s: of the slowest of their drafters.
         step_s: of a plain step of the batch.
     """
-    if num_sequences > _MAX_GATHERED or turnaround_s > step_s / 3:
+    if num_sequences > MAX_GATHERED or turnaround_s > step_s / 3:
         return Gathering(0, 0.0)
     return Gathering((num_sequences + 1) // 2, _GATHER_SHARE * step_s)

@@ -108,10 +108,7 @@ class Windows:
         """Adds a guess here and there for sequences that are granted none: the others are waited for anyway, so it costs its row."""
         num_rows = len(decoding) + sum(counts)
         row_s = self._cost.seconds(num_rows + 1) - self._cost.seconds(num_rows)
-        idle = [index for index, limit in enumerate(limits) if limit and not counts[index]]
-        for index in sorted(idle, key=lambda index: decoding[index].tried_at):
-            if not self._exploration.spend(row_s):
-                break
+        for index in self._exploration.choose(idle_by_turn(decoding, limits, counts), row_s):
             counts[index] = 1
         return counts
 
@@ -122,6 +119,12 @@ class Windows:
         if hopeful >= least_worth and hopeful**bubble >= _LEAST_WORTH:
             return num_worth(hopeful, _LEAST_WORTH, self._window)
         return int(self._exploration.spend(self._cost.seconds(num_rows + 1) - self._cost.seconds(num_rows)))
+
+
+def idle_by_turn(decoding: Sequence[Generation], limits: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """Indices of the sequences that could have guesses and are to have none, the one least lately tried first."""
+    idle = [index for index, (limit, count) in enumerate(zip(limits, counts, strict=True)) if limit and not count]
+    return sorted(idle, key=lambda index: decoding[index].tried_at)
 
 
 def _least_lately_tried(served: tuple[Generation, Drafter]) -> int:

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from bench.peers.lines import Answer
 from bench.prompts import CODE_PROMPTS
-from bench.ratio import Ratio, paired_ratio
+from client.bench.ratio import Ratio, paired_ratio
+from client.bench.summary import first_difference
 
 Engine = Literal["vllm", "assisted"]
 
@@ -110,8 +111,8 @@ def common_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]])
     """Mean length of what two lists of outputs have in common from the start, as a share of ours."""
     shares = []
     for left, right in zip(ours, theirs, strict=True):
-        same = next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
-        shares.append(same / len(left))
+        differs_at = first_difference(left, right)
+        shares.append(1.0 if differs_at is None else differs_at / len(left))
     return sum(shares) / len(shares)
 
 

@@ -1,7 +1,6 @@
 """Our services as the driver uses them: a batch of prompts over gRPC, stamped as it comes. It knows no peer."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from client import Client, Usage
 from client.demo import wait_for_drafter
 from client.pair import plan
 from client.supervisor import Supervisor
-from client.up import children, line_writer
+from client.up import children, free_ports, line_writer
 
 _GRACE_S = 30.0
 # The peer's prefix cache never finds a whole block in prompts this short; ours would, of prompts that come again.
@@ -30,7 +29,7 @@ async def serve(target: str, draft: str | None, assignments: Sequence[str], log:
         assignments: further `SETTING=VALUE`, as for `outrider up`.
         log: file for what they print.
     """
-    listen, link, draft_listen = (f"127.0.0.1:{port}" for port in _free_ports(3))
+    listen, link, draft_listen = (f"127.0.0.1:{port}" for port in free_ports(3))
     pair = plan(
         ["--target", target, "--listen", listen, "--link", link, "--metrics", ""],
         ["--listen", draft_listen, "--metrics", "", *(["--draft", draft] if draft else [])],
@@ -67,12 +66,3 @@ async def _stream(client: Client, job: Job, index: int, arrivals: Arrivals) -> U
 def _is_set(setting: str, assignments: Sequence[str]) -> bool:
     name = setting.partition("=")[0]
     return any(assignment.partition("=")[0].rpartition(".")[2].replace("_", "-") == name for assignment in assignments)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

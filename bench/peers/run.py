@@ -23,7 +23,8 @@ from bench.peers import ours
 from bench.peers.cases import CASES, PROMPTS, Case, Pair, common_share, compare, from_record, missing_pairs, pick_prompts, to_figures, to_record
 from bench.peers.lines import Answer, Job
 from bench.peers.worker import Worker
-from bench.ratio import MIN_PAIRS
+from client.bench.ratio import BOOTSTRAP, COVERAGE, MIN_PAIRS
+from client.up import until_terminated
 
 _IDLE_S = 1.0
 _BUSY = 0.1
@@ -38,7 +39,7 @@ def main() -> None:
     saved = Saved(Path(arguments.json))
     if not arguments.table:
         for name in arguments.case:
-            asyncio.run(_measure(_override(CASES[name], arguments), arguments, saved))
+            asyncio.run(until_terminated(_measure(_override(CASES[name], arguments), arguments, saved)))
     Console().print(summarise(saved))
 
 
@@ -62,12 +63,14 @@ class Saved:
         entry = self.entries.setdefault(key, {"pairs": []})
         entry |= settings
         entry["pairs"].append(to_record(pair))
-        self._path.write_text(json.dumps(self.entries, indent=1))
+        written = self._path.with_suffix(".part")
+        written.write_text(json.dumps(self.entries, indent=1))
+        written.replace(self._path)  # at one stroke: a run that is ended meanwhile loses no earlier pair
 
 
 def summarise(saved: Saved) -> Table:
     """A section for each case and its settings."""
-    table = Table("case", "median", "ours", "peer", "ratio")
+    table = Table("case", "median", "ours", "peer", f"ratio {BOOTSTRAP}", caption=f"In brackets {COVERAGE}.")
     for key in saved.entries:
         pairs = saved.pairs(key)
         table.add_section()

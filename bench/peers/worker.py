@@ -69,9 +69,9 @@ class Worker:
         self._signal(signal.SIGCONT)
         self._process.stdin.write(to_line(job).encode())
         await self._process.stdin.drain()
-        answer = to_answer(await self._read())
+        message = await self._read()
         self._signal(signal.SIGSTOP)
-        return answer
+        return to_answer(message)
 
     async def _read(self) -> dict[str, Any]:
         if self._process is None or self._process.stdout is None:

@@ -17,6 +17,7 @@ def arrival_times(num_requests: int, rate: float, burstiness: float, random: Ran
     Returns:
         Ascending seconds; the first is 0.
     """
-    gaps = (random.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(num_requests - 1)) if rate != float("inf") else ()
-    times = [0.0, *accumulate(gaps)]
-    return times if len(times) >= num_requests else [0.0] * num_requests
+    if rate == float("inf"):
+        return [0.0] * num_requests
+    gaps = (random.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(num_requests - 1))
+    return [0.0, *accumulate(gaps)]

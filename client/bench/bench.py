@@ -56,7 +56,7 @@ async def _stations(options: Options, models: Models) -> AsyncIterator[Mapping[s
             yield {_PAIR: Endpoint(client, options.metrics_address)}
         return
     # A request cannot ask for more guesses than the service scores.
-    assignments = ((f"verifier.max-draft-tokens={max(options.k)}",) if options.k else ()) + options.assignments
+    assignments = ((f"verifier.max-draft-tokens={max(options.k)}",) if any(options.k) else ()) + options.assignments
     stations = [Station(_PAIR, assignments)]
     if options.run_ahead is not None:
         stations.append(Station(_RUN_AHEAD, assignments, run_ahead=options.run_ahead))

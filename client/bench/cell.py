@@ -119,7 +119,7 @@ async def measure_cell(
     Args:
         arms: the first is the one that most are compared with.
         load: how requests come.
-        prompts: where they come from; no two pairs have the same ones.
+        prompts: where they come from; no two pairs have the same made-up ones; a file starts again at its end.
         request: what they have in common.
         plan: how many.
         rtt_ms: noted only.

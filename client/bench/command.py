@@ -5,10 +5,9 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Awaitable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,8 +20,6 @@ _ARMS = "What is compared"
 _OUTPUT = "Output"
 
 _LISTS = frozenset({"--concurrency", "--rate", "--k"})
-
-_Result = TypeVar("_Result")
 
 HELP = """Measure throughput, latency and acceptance, always beside plain decoding.
 
@@ -107,6 +104,7 @@ def bench_command(
     from client.bench.ratio import require_scipy
     from client.bench.report import to_record
     from client.bench.table import tables
+    from client.up import until_terminated
 
     try:
         options = Options(
@@ -133,7 +131,7 @@ def bench_command(
     console = Console(stderr=True, highlight=False)
     with console.status("starting") as status:
         try:
-            cells = uvloop.run(_until_terminated(run_bench(options, status.update)))
+            cells = uvloop.run(until_terminated(run_bench(options, status.update)))
         except asyncio.CancelledError:
             raise typer.Exit(128 + signal.SIGTERM) from None
     Console(highlight=False).print(tables(cells))
@@ -146,10 +144,3 @@ def bench_command(
     if any(run.errors for cell in cells for runs in cell.runs.values() for run in runs):
         raise typer.Exit(1)
 
-
-async def _until_terminated(work: Awaitable[_Result]) -> _Result:
-    """SIGTERM ends it in order, like Ctrl-C: no service that was started stays behind."""
-    task = asyncio.current_task()
-    if task is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await work

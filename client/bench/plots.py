@@ -88,8 +88,7 @@ def _latency_by_throughput(axes: "Axes", cells: Sequence[Cell]) -> bool:
 def _acceptance_by_position(axes: "Axes", cells: Sequence[Cell]) -> bool:
     points: Points = {}
     for cell, name, summary in _arms(cells):
-        rates = acceptance_by_position(summary)
-        if summary.drafts.drafted:
+        if rates := acceptance_by_position(summary):
             points[f"{name}, {cell.load}"] = [(place, rate) for place, rate in enumerate(rates, 1) if rate is not None]
     axes.set(xlabel="position of the guess in its round", ylabel="accepted / drafted", ylim=(0, 1.02))
     return _lines(axes, points)

@@ -8,6 +8,7 @@ from typing import Any
 from client.bench.cell import Cell
 from client.bench.environment import environment
 from client.bench.measure import Run
+from client.bench.ratio import COVERAGE
 from client.bench.summary import Spread, summarise
 
 
@@ -25,6 +26,7 @@ def to_record(cells: Sequence[Cell], command: str, settings: Mapping[str, object
         "command": command,
         "settings": dict(settings),
         "environment": environment(),
+        "intervals": f"low and high of a ratio: {COVERAGE}",
         "cells": [_cell(cell, with_texts) for cell in cells],
     }
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from client.bench.cell import Cell
-from client.bench.ratio import MIN_PAIRS
+from client.bench.ratio import BOOTSTRAP, COVERAGE, MIN_PAIRS
 from client.bench.summary import ArmSummary, Spread, summarise
 
 _NONE = "-"
@@ -74,7 +74,7 @@ def acceptance_by_position(summary: ArmSummary) -> list[float | None]:
 
 
 def _comparisons(cells: Iterable[Cell]) -> Table:
-    table = _table("load", "RTT", "comparison", "speedup [95% interval]", "out/s", "1/TTFT", "same")
+    table = _table("load", "RTT", "comparison", f"speedup {BOOTSTRAP}", "out/s", "1/TTFT", "same")
     for cell in cells:
         for each in cell.comparisons:
             speedup = each.speedup()
@@ -90,7 +90,8 @@ def _comparisons(cells: Iterable[Cell]) -> Table:
 
 def _notes(cells: Sequence[Cell], summaries: Iterable[tuple[Cell, str, ArmSummary]]) -> list[RenderableType]:
     num_pairs = max((len(runs) for cell in cells for runs in cell.runs.values()), default=0)
-    notes = [f"{num_pairs} pairs. out/s, all/s: output tokens and all tokens over the whole run; busy/s: output while all places were busy."]
+    meaning = "out/s, all/s: output tokens and all tokens over the whole run; busy/s: output while all places were busy"
+    notes = [f"{num_pairs} pairs; in brackets {COVERAGE}. {meaning}."]
     notes += [
         f"{each.arm} / {each.against}: {len(each.first_differences)} first differences in {each.num_compared_tokens} tokens."
         for cell in cells

@@ -5,11 +5,13 @@ sixth to a third of a step. This one joins what reads the same input, leaves act
 kernels, and turns queries and keys together.
 
 Whether it may stand in for a layer is found by trial: it must have the same parts, hand the same queries, keys and values to the
-attention and add the same to the hidden states, for a few tokens. Any other layer stays as it is.
+attention and add the same to the hidden states, for a few tokens. What a trial within rounding could miss is looked at by itself:
+the activation, weights of the layer's own, and whether it asks for positions. Any other layer stays as it is.
 """
 
 import ctypes
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from transformers import PreTrainedModel
 
 from shared.engine.attention import AttentionCall, run_with
 from shared.engine.forward_batch import Span, build
+from shared.engine.model_checks import max_model_len
 from shared.engine.weights import Linear, Weights, gate_of, join, kind_for, pack_linears
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -159,13 +162,15 @@ def packed_layers(model: nn.Module) -> list[Linear]:
 def _replace_layers(model: PreTrainedModel, kind: type[Linear], tolerance: float) -> None:
     places = {layer: (parent, name) for parent in model.modules() for name, layer in parent.named_children() if _has_the_parts(layer)}
     arguments = _arguments(model, list(places))
+    places = {layer: place for layer, place in places.items() if layer in arguments}
+    last = max_model_len(model.config) - 1
     hidden = torch.randn(1, _NUM_TRIED, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(model.dtype)
     turn = _Turn()
     while places:  # nothing holds on to a layer that has been replaced: its weights are freed before the next is packed
         layer, (parent, name) = places.popitem()
         passed_on = arguments.pop(layer)
         theirs = _try(layer, hidden, passed_on)
-        if not _can_be_ours(theirs.call, passed_on):
+        if theirs is None or not _can_be_ours(layer, theirs.call, passed_on) or _asks_for_positions(layer, hidden, passed_on, theirs, last):
             continue
         ours = DecoderLayer(layer, theirs.call, turn, kind)
         if _is_the_same(_try(ours, hidden, passed_on), theirs, tolerance):
@@ -179,11 +184,19 @@ def _has_the_parts(layer: nn.Module) -> bool:
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     linears = [attention.get_submodule(name) for name in _ATTENTION] + [mlp.get_submodule(name) for name in _MLP - {"act_fn"}]
     norms = [module for name, module in layer.named_modules() if name.endswith("norm")]
-    return all(type(linear) is nn.Linear for linear in linears) and all(hasattr(norm, "variance_epsilon") for norm in norms)
+    if not all(type(linear) is nn.Linear for linear in linears) or not all(hasattr(norm, "variance_epsilon") for norm in norms):
+        return False
+    known = {id(weight) for linear in linears for weight in linear.parameters()} | {id(norm.weight) for norm in norms}
+    return {id(weight) for weight in chain(layer.parameters(), layer.buffers())} == known and _is_swish(mlp.get_submodule("act_fn"))
+
+
+def _is_swish(activation: nn.Module) -> bool:
+    inputs = torch.linspace(-8, 8, 65)
+    return torch.allclose(activation(inputs), nn.functional.silu(inputs), atol=1e-5)
 
 
 def _arguments(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-    """What the model passes to each of these layers besides the hidden states, in a pass of a few tokens."""
+    """What the model passes besides the hidden states to each of these layers that it runs, in a pass of a few tokens."""
     seen: dict[nn.Module, dict[str, Any]] = {}
     hooks = [layer.register_forward_hook(lambda module, _, arguments, __: seen.update({module: arguments}), with_kwargs=True) for layer in layers]
     try:
@@ -200,8 +213,11 @@ def _values_alone(call: AttentionCall) -> Tensor:
     return call.values.repeat_interleave(call.queries.shape[1] // call.keys.shape[1], 1)
 
 
-def _try(layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> _Trial:
-    """One pass through one layer. Hidden states are drawn: real ones hold a few values so large that nothing else would count."""
+def _try(layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> _Trial | None:
+    """One pass through one layer; None where it gives more than hidden states, or attends not once.
+
+    Hidden states are drawn: real ones hold a few values so large that nothing else would count.
+    """
     calls: list[AttentionCall] = []
 
     def attend(call: AttentionCall) -> Tensor:
@@ -209,16 +225,28 @@ def _try(layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> _Trial:
         return _values_alone(call)
 
     output = layer(hidden, **arguments | {"attend": attend})
-    return _Trial(calls[0], output - hidden)
+    return _Trial(calls[0], output - hidden) if isinstance(output, Tensor) and len(calls) == 1 else None
 
 
-def _can_be_ours(call: AttentionCall, arguments: dict[str, Any]) -> bool:
+def _asks_for_positions(layer: nn.Module, hidden: Tensor, arguments: dict[str, Any], near: _Trial, last: int) -> bool:
+    """Whether position ids alone change anything, as where queries are scaled from some position on: ours gets their cosines and sines only."""
+    moved = {name: torch.full_like(value, last) for name, value in arguments.items() if name == "position_ids" and value is not None}
+    return not _is_the_same(_try(layer, hidden, arguments | moved), near, 0.0)
+
+
+def _can_be_ours(layer: nn.Module, call: AttentionCall, arguments: dict[str, Any]) -> bool:
     head_dim = call.queries.shape[-1]
     embeddings = arguments.get("position_embeddings")
+    attention = layer.get_submodule("self_attn")
+    widths = [_linear(attention, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
+    if widths != [heads[0].numel() for heads in (call.queries, call.keys, call.values)]:
+        return False
     return call.values.shape == call.keys.shape and isinstance(embeddings, tuple) and embeddings[0].shape[-1] == head_dim and head_dim % 2 == 0
 
 
-def _is_the_same(ours: _Trial, theirs: _Trial, tolerance: float) -> bool:
+def _is_the_same(ours: _Trial | None, theirs: _Trial, tolerance: float) -> bool:
+    if ours is None:
+        return False
     pairs = [(ours.added, theirs.added)]
     pairs += [(getattr(ours.call, name), getattr(theirs.call, name)) for name in ("queries", "keys", "values")]
     return all(bool((actual - expected).norm() <= tolerance * expected.norm()) for actual, expected in pairs)

@@ -5,6 +5,7 @@ once, at loading; one layout serves a single row and a long prompt alike. The pa
 is freed unless something else, such as a tied embedding, still uses it.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Literal, TypeVar
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from shared.errors import UnsupportedModel
 
 Weights = Literal["native", "int8"]
+
+_log = logging.getLogger(__name__)
 
 # Measured (oneDNN 3, AVX-512): large weights stream 8 to 19% faster past four rows than past one or two.
 _PADDED_FROM_BYTES = 8 << 20
@@ -139,19 +142,38 @@ def gate_of(kind: type[Linear]) -> type[PackedGate | Int8Gate]:
 
 
 def kind_for(model: nn.Module, weights: Weights) -> type[Linear] | None:
-    """How the layers of a model are to be packed; None: not at all, as in float64, on another device or where the CPU has no kernels.
+    """How the layers of a model are to be packed; None: not at all, as in float64, on another device or without the kernels.
 
     Raises:
         UnsupportedModel: int8 weights were asked for where they cannot be had.
     """
-    usable = set()
-    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # untyped in PyTorch
-        usable = {torch.float32, torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else {torch.float32}
-    if all(weight.device.type == "cpu" and weight.dtype in usable for weight in model.parameters()):
-        return Int8Linear if weights == "int8" else PackedLinear
+    kind: type[Linear] = Int8Linear if weights == "int8" else PackedLinear
+    stored = {(weight.device.type, weight.dtype) for weight in model.parameters()}
+    if all(device == "cpu" and _has_kernels(kind, dtype) for device, dtype in stored):
+        return kind
     if weights == "int8":
-        raise UnsupportedModel("int8 weights need a CPU with oneDNN, and bfloat16 or float32 for the rest of the model")
+        raise UnsupportedModel("int8 weights need a CPU with oneDNN, a PyTorch with its kernels, and bfloat16 or float32 for the rest of the model")
     return None
+
+
+def _has_kernels(kind: type[Linear], dtype: torch.dtype) -> bool:
+    """Whether this PyTorch has the operators that the layers call, found by tiny layers: they are its own affair, and may change with any version."""
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # untyped in PyTorch
+        return False
+    ones = torch.ones(1, 1, 16, dtype=dtype)
+    same = nn.Linear(16, 16, bias=False, device="meta", dtype=dtype).to_empty(device="cpu").requires_grad_(False)
+    nn.init.eye_(same.weight)
+    try:
+        if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        pairs = [(join([same], kind).plus(ones, ones), 2 * ones), (gate_of(kind)(same, same)(ones), nn.functional.silu(ones))]
+        if all(torch.allclose(actual, expected, rtol=0.02) for actual, expected in pairs):
+            return True
+        why = "their results are wrong"
+    except (AttributeError, RuntimeError, TypeError) as error:
+        why = str(error)
+    _log.warning("weights are not packed and steps take longer: the kernels of PyTorch %s are not as expected: %s", torch.__version__, why)
+    return False
 
 
 def pack_linears(model: nn.Module, kind: type[Linear]) -> None:

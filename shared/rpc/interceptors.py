@@ -8,7 +8,7 @@ import inspect
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, closing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -120,17 +120,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if inspect.isawaitable(responses):  # a handler that writes by itself
             await responses
             return
-        with Patience(self._write_timeout_s) as patience:
+        with closing(Patience(self._write_timeout_s)) as patience:
             async with aclosing(responses) as stream:
                 async for response in stream:
-                    patience.starts()
                     try:
-                        await context.write(response)
-                    except asyncio.CancelledError:
-                        if patience.has_ended:
-                            raise Unavailable("SLOW_READER", f"no message was taken for {self._write_timeout_s:g} seconds") from None
-                        raise
-                    patience.stops()
+                        with patience:
+                            await context.write(response)
+                    except TimeoutError:
+                        raise Unavailable("SLOW_READER", f"no message was taken for {self._write_timeout_s:g} seconds") from None
 
     @asynccontextmanager
     async def _call(self, method: str, metadata: Metadata, context: Context) -> AsyncIterator[None]:

@@ -9,18 +9,12 @@ from typing import Self
 
 
 class Patience:
-    """Cancels the task it was made in once a single wait takes too long; one timer does for all of them.
+    """As an `asyncio.timeout` around each wait of one task, with a single timer for all of them.
 
-        with Patience(5.0) as patience:
+        with closing(Patience(5.0)) as patience:
             async for ...:
-                patience.starts()
-                try:
+                with patience:  # raises TimeoutError
                     await something()
-                except asyncio.CancelledError:
-                    if patience.has_ended:
-                        raise ...
-                    raise
-                patience.stops()
 
     Args:
         seconds: how long one wait may take.
@@ -30,31 +24,36 @@ class Patience:
         task = asyncio.current_task()
         assert task is not None, "it cancels the task that it is made in"
         self._task = task
-        self._num_cancels = task.cancelling()
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
+        self._num_cancels = 0  # that others had asked for before the wait began
         self._is_over = False
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def close(self) -> None:
+        """No more waits."""
+        self._timer.cancel()
 
     def __enter__(self) -> Self:
-        self._timer = self._loop.call_later(self._seconds, self._look)
+        """A wait begins."""
+        self._num_cancels = self._task.cancelling()
+        self._since = self._loop.time()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._timer.cancel()
+        """It is over, however it has ended.
 
-    def starts(self) -> None:
-        """A wait starts."""
-        self._since = self._loop.time()
-
-    def stops(self) -> None:
-        """It is over."""
+        Raises:
+            TimeoutError: because it took too long, and nobody else has cancelled the task.
+        """
         self._since = None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is this that has cancelled the task, and nobody else has. To be asked once, where the cancellation arrives."""
-        return self._is_over and self._task.uncancel() <= self._num_cancels
+        if not self._is_over:
+            return
+        self._is_over = False
+        self._timer = self._loop.call_later(self._seconds, self._look)
+        if self._task.uncancel() <= self._num_cancels and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise TimeoutError from error
 
     def _look(self) -> None:
         left = self._seconds if self._since is None else self._since + self._seconds - self._loop.time()

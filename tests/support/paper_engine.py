@@ -114,7 +114,7 @@ class PaperEngine:
             return
         num_accepted = min(accepted, part.num_guesses)
         new = [*one.guesses.token_ids[:num_accepted], len(one.committed) % 2]
-        one.sequence.kv_len = len(one.committed) + num_accepted
+        one.sequence.kv_len = one.num_sound = len(one.committed) + num_accepted
         one.committed.extend(new)
         one.guesses.commit(new)
         if one.num_generated >= one.request.stopping.max_tokens:
