@@ -59,7 +59,11 @@ async def running(max_queue: int = 4, max_running: int = 4, entropy: Callable[[]
     stats: list[StepStats] = []
     crashed = asyncio.Event()
     verifier = Verifier("finger", max_queue, max_running, time.monotonic, stats.append, lambda _: None, crashed.set)
-    verifier.start(lambda tell: Engine(runner, allocator, TARGET.vocab_size, limits, "expanded", tell, time.monotonic, entropy))
+    verifier.start(
+        lambda tell, on_forward: Engine(
+            runner, allocator, TARGET.vocab_size, limits, "expanded", tell, time.monotonic, entropy, on_forward=on_forward
+        )
+    )
     try:
         yield Running(verifier, allocator, runner, stats, crashed)
     finally:

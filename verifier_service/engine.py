@@ -57,6 +57,7 @@ class Engine:
         clock: monotonic seconds.
         entropy: private uint64s, for rejection mode's noise.
         step_cost: what a step was found to cost; None learns it from the steps.
+        on_forward: called when the model is about to run: the time for what others of this process have put off; must not block.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Engine:
         clock: Callable[[], float],
         entropy: Callable[[], int],
         step_cost: StepCost | None = None,
+        on_forward: Callable[[], None] = lambda: None,
     ) -> None:
         self._allocator = allocator
         self._vocab_size = vocab_size
@@ -78,7 +80,7 @@ class Engine:
         self._live: dict[int, Generation] = {}
         self.speculation = Speculation(self._live, tell, limits.window, limits.scheduler.max_draft_tokens, step_cost)
         self._scheduler = Scheduler(allocator, limits.scheduler, self.speculation.pacing.allot)
-        self._scoring = Scoring(runner, vocab_size, scorer)
+        self._scoring = Scoring(runner, vocab_size, scorer, on_forward)
         self._last_step_ended = clock()
 
     @property
@@ -137,10 +139,10 @@ class Engine:
         emissions = self._commit(plan, verdicts, ended)
         num_prefill = sum(part.num_tokens for part in plan if part.num_tokens > 1 or not part.is_terminal)
         num_rows = sum(part.num_tokens + part.num_guesses for part in plan)
-        pacing.step_ended(num_rows, num_prefill, ended - now)
         self.speculation.assign(ended)
         self.speculation.grant(self._decoding())
-        self.speculation.flush(ended)
+        self.speculation.flush(ended)  # nothing comes before it that need not: drafters stand still until they hear of the step
+        pacing.step_ended(num_rows, num_prefill, ended - now)
         stats = StepStats(
             seconds=ended - now,
             waited_seconds=max(0.0, now - self._last_step_ended) if plan and not queue_s else 0.0,

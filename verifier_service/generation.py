@@ -19,6 +19,7 @@ class Generation:
         number: its sequence number on the links, never reused.
         request: what was asked.
         rules: how its tokens are picked.
+        key: of its noise.
         draft_seed: what its drafter draws with.
         rejection_keys: set in rejection mode unless greedy, which needs no ratio test.
         arrived_at: when it was submitted, on the engine's clock, in seconds.
@@ -46,6 +47,7 @@ class Generation:
     number: int
     request: Request
     rules: TokenRules
+    key: int
     draft_seed: int
     rejection_keys: RejectionKeys | None
     arrived_at: float
@@ -101,9 +103,8 @@ class Generation:
 
     def picks(self, num_guesses: int) -> list[Pick]:
         """What each of the rows 0..num_guesses picks from its logits."""
-        key = noise_key(self.request.seed)
-        guesses = self.guesses.token_ids
-        return [Pick(self.rules, key, self.committed, guesses[:row]) for row in range(num_guesses + 1)]
+        rules, key, committed, guesses = self.rules, self.key, self.committed, self.guesses.token_ids
+        return [Pick(rules, key, committed, guesses[:row]) for row in range(num_guesses + 1)]
 
 
 def new_generation(number: int, request: Request, vocab_size: int, nonce: int, now: float) -> Generation:
@@ -125,4 +126,4 @@ def new_generation(number: int, request: Request, vocab_size: int, nonce: int, n
     keys = RejectionKeys(*(derive_key(request.seed, stream, nonce) for stream in ("accept", "residual", "plain"))) if by_ratio else None
     # In rejection mode the seed itself never leaves the verifier, not even for a greedy request, whose drafter needs none.
     draft_seed = request.seed if request.mode is Mode.COUPLED else derive_key(request.seed, "draft", nonce)
-    return Generation(number, request, rules, draft_seed, keys, now, Sequence(committed, salt=request.tenant.encode()), GuessBuffer(committed))
+    return Generation(number, request, rules, noise_key(request.seed), draft_seed, keys, now, Sequence(committed, salt=request.tenant.encode()), GuessBuffer(committed))

@@ -34,7 +34,7 @@ class Budget:
         return self.num_tokens / self.seconds
 
 
-def allot(acceptances: Sequence[float], limits: Sequence[int], cost: Cost, num_rows: int, max_guesses: int, waiting_s: float = 0.0) -> Budget:
+def allot(acceptances: Sequence[float], limits: Sequence[int], cost: Cost, num_rows: int, max_guesses: int) -> Budget:
     """Cuts the guesses where tokens per second are highest.
 
     Args:
@@ -43,20 +43,43 @@ def allot(acceptances: Sequence[float], limits: Sequence[int], cost: Cost, num_r
         cost: seconds of a step for numbers of tokens, increasing.
         num_rows: tokens in the step without guesses, one per sequence and those of prompts.
         max_guesses: most guesses in all.
-        waiting_s: time that the guesses take to come, whatever their number.
     """
-    num_sequences = len(limits)
-    width = max(limits, default=0)
-    places = np.arange(width)
-    worths = np.cumprod(np.broadcast_to(np.asarray(acceptances, dtype=np.float64)[:, None], (num_sequences, width)), axis=1)
-    owners, columns = np.nonzero(places[None, :] < np.asarray(limits)[:, None])
+    _, budget = choose(acceptances, np.array([limits], dtype=np.int64), np.zeros(1), cost, num_rows, max_guesses)
+    return budget
+
+
+def choose(
+    acceptances: Sequence[float], limits: NDArray[np.int64], waiting_s: NDArray[np.float64], cost: Cost, num_rows: int, max_guesses: int
+) -> tuple[int, Budget]:
+    """Of several choices of guesses the one that, well cut, gives most tokens per second: the first of the best.
+
+    Args:
+        acceptances: [B], as in `allot`.
+        limits: [C, B], the guesses that each sequence has if it is that choice.
+        waiting_s: [C], the time that those guesses take to come, whatever is made of them.
+        cost: as in `allot`, and likewise `num_rows` and `max_guesses`.
+
+    Returns:
+        Index of the choice, and the budget.
+    """
+    num_sequences, width = limits.shape[1], int(limits.max(initial=0))
+    chances = np.asarray(acceptances, dtype=np.float64)
+    worths = np.multiply.accumulate(np.repeat(chances[:, None], width, axis=1), axis=1).ravel()
     # Stable, and worths never rise along a sequence: a guess is taken only after those before it.
-    order = np.argsort(-worths[owners, columns], kind="stable")[:max_guesses]
-    tokens = num_sequences + np.concatenate(([0.0], np.cumsum(worths[owners, columns][order])))
-    seconds = cost(num_rows + np.arange(len(tokens))) + waiting_s
-    best = int(np.argmax(tokens / seconds))  # the first: of equals the one with the fewest guesses
-    counts = np.bincount(owners[order[:best]], minlength=num_sequences)
-    return Budget(tuple(counts.tolist()), float(tokens[best]), float(seconds[best]))
+    order = np.argsort(-worths, kind="stable")
+    owners, places = np.divmod(order, max(1, width))
+    is_taken = places < limits[:, owners]
+    numbers = np.zeros((len(limits), len(order) + 1), dtype=np.int64)
+    np.cumsum(is_taken, axis=1, out=numbers[:, 1:])
+    if numbers[:, -1].max() > max_guesses:
+        is_taken &= numbers[:, 1:] <= max_guesses
+        np.minimum(numbers, max_guesses, out=numbers)
+    tokens = np.full(numbers.shape, float(num_sequences))
+    tokens[:, 1:] += np.cumsum(is_taken * worths[order], axis=1)
+    seconds = cost(num_rows + np.arange(numbers.max() + 1))[numbers] + waiting_s[:, None]
+    best, cut = divmod(int(np.argmax(tokens / seconds)), numbers.shape[1])  # of equals the choice that waits least, with the fewest guesses
+    counts = np.bincount(owners[:cut][is_taken[best, :cut]], minlength=num_sequences)
+    return best, Budget(tuple(counts.tolist()), float(tokens[best, cut]), float(seconds[best, cut]))
 
 
 def num_worth(acceptance: float, least_worth: float, limit: int) -> int:

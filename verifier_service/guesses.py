@@ -91,7 +91,7 @@ class GuessBuffer:
         if self._digests[start - self._base] != proposal.digest:
             return Joined(0, "late" if start < self.committed_length else "mismatch", size)
         overlap = min(end - start, size)
-        if list(proposal.token_ids[:overlap]) != self._chain(start, overlap):
+        if overlap and list(proposal.token_ids[:overlap]) != self._chain(start, overlap):
             return Joined(0, "late" if start < self.committed_length else "mismatch", size)
         num_joined = max(0, min(size - overlap, window - len(self.token_ids)))
         for index in range(overlap, overlap + num_joined):

@@ -166,7 +166,7 @@ async def _serve_loaded(
         prefix_cache=config.prefix_cache == "on",
     )
     verifier.start(
-        lambda tell: Engine(
+        lambda tell, on_forward: Engine(
             pool.runner,
             pool.allocator,
             vocab_size,
@@ -176,6 +176,7 @@ async def _serve_loaded(
             time.monotonic,
             lambda: secrets.randbits(64),
             StepCost(calibration.points),
+            on_forward,
         )
     )
     metrics.watch_engine(lambda: verifier.engine_age_s)

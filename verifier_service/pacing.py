@@ -46,7 +46,7 @@ class Pacing:
 
     def __init__(self, drafters: Drafters, window: int, max_draft_tokens: int, cost: StepCost) -> None:
         self._drafters = drafters
-        self._window = window
+        self.runs_ahead = window > max_draft_tokens
         self._max_draft_tokens = max_draft_tokens
         self._cost = cost
         self._exploration = Exploration()
@@ -166,11 +166,6 @@ class Pacing:
         decisions, self._decisions = self._decisions, Decisions()
         return decisions
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether drafters go on during a step: their window is wider than a round."""
-        return self._window > self._max_draft_tokens
-
     def _lower(self, generation: Generation) -> float:
         return generation.acceptance.bound(-DEVIATIONS)
 
@@ -196,6 +191,8 @@ class Pacing:
         step_s = self._cost.seconds(len(decoding))
         waits = []
         for generation in decoding:
+            if not self.runs_ahead and len(generation.guesses) >= generation.granted:
+                continue  # served, as nearly all of a batch are when this is asked; the rest of the rule is asked of those that are not
             wait = self._wait_of(generation, step_s, since, alone=len(decoding) == 1)
             if wait is None and self.runs_ahead:
                 return since, set()  # a sequence that has nothing to wait for is not delayed

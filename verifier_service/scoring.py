@@ -1,6 +1,6 @@
 """From a step's plan to its verdicts: expand, one forward, contract, verify. It knows no links and commits nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,9 +25,11 @@ class Scoring:
         runner: the target model.
         vocab_size: ids of the target's tokenizer.
         scorer: how guesses become rows.
+        on_forward: called when the model is about to run, and the interpreter has nothing else to do.
     """
 
-    def __init__(self, runner: ModelRunner, vocab_size: int, scorer: Scorer) -> None:
+    def __init__(self, runner: ModelRunner, vocab_size: int, scorer: Scorer, on_forward: Callable[[], None] = lambda: None) -> None:
+        self._on_forward = on_forward
         self._runner = runner
         self._vocab_size = vocab_size
         self._scorer = scorer
@@ -41,11 +43,12 @@ class Scoring:
             to pick the next token from.
         """
         expansion = expand([_scored(part) for part in plan], self._vocab_size, self._scorer)
+        picks = [pick for part in plan if part.is_terminal for pick in part.generation.picks(part.num_guesses)]
+        self._on_forward()
         logits = self._runner.forward(expansion.spans)
         verdicts: list[Scores] = [None] * len(plan)
         if not expansion.places:
             return verdicts
-        picks = [pick for part in plan if part.is_terminal for pick in part.generation.picks(part.num_guesses)]
         scores = process(logits, picks)
         for indices, verify in zip(_by_mode(plan), (_verify_coupled, _verify_rejection), strict=True):
             if indices:

@@ -26,6 +26,8 @@ _MAX_WAITING_FRAMES = 1024
 _MAX_WAITING_IDS = 1 << 20
 # Streams that are given their tokens at one go: a link, whose guesses the engine may be waiting for, is not to wait behind all of them.
 _DELIVERED_AT_ONCE = 8
+# So long at most the others wait for the model to run, which leaves the processor to them.
+_HELD_S = 0.02
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -71,6 +73,8 @@ class Verifier:
         self._on_crash = on_crash
         self._streams: dict[int, asyncio.Queue[Emission]] = {}
         self._undelivered: deque[tuple[int, Emission]] = deque()
+        self._delivery: asyncio.Handle | None = None  # of what is undelivered
+        self._holds = False  # the engine thread's: whether its last step gave more than is delivered at once
         self._request_ids: set[str] = set()
         self._next_number = itertools.count(1)
         self._links: dict[int, _Link] = {}
@@ -79,17 +83,17 @@ class Verifier:
         self._crashed = False
         self._turnover = Turnover(clock)
 
-    def start(self, build: Callable[[Callable[[int, StepBatch], None]], Engine]) -> None:
+    def start(self, build: Callable[[Callable[[int, StepBatch], None], Callable[[], None]], Engine]) -> None:
         """Starts the engine thread.
 
         Args:
-            build: makes the engine, given where its batches for drafters go.
+            build: makes the engine, given where its batches for drafters go and what it calls when the model is about to run.
         """
         self._loop = asyncio.get_running_loop()
-        self._engine = build(self._tell_from_thread)
+        self._engine = build(self._tell_from_thread, self._deliver_held)
         self._thread: EngineThread[StepOutput] = EngineThread(
             self._engine,
-            lambda output: self._post_to_loop(self._deliver, output),
+            self._deliver_from_thread,
             lambda error: self._post_to_loop(self._crash),
             self._clock,
             "verifier-engine",
@@ -266,25 +270,43 @@ class Verifier:
         if link is not None:
             link.on_batch(batch)
 
+    def _deliver_from_thread(self, output: StepOutput) -> None:
+        self._holds = len(output.emissions) > _DELIVERED_AT_ONCE
+        self._post_to_loop(self._deliver, output)
+
+    def _deliver_held(self) -> None:
+        """On the engine's thread: the model is about to run."""
+        if self._holds:
+            self._holds = False
+            self._post_to_loop(self._deliver_rest)
+
     def _deliver(self, output: StepOutput) -> None:
         self._hand_out(output.emissions)
         self._loop.call_soon(self._on_stats, output.stats)
 
     def _hand_out(self, emissions: Sequence[tuple[int, Emission]]) -> None:
-        # Links first: what they are told was posted before this, but it takes them a turn of the loop to send it.
-        if emissions and not self._undelivered:
-            self._loop.call_soon(self._deliver_some)
+        """Links first: what they are told was posted before this, but it takes them a turn of the loop to send it."""
         self._undelivered.extend(emissions)
+        if self._delivery is None and self._undelivered:
+            self._delivery = self._loop.call_soon(self._deliver_some)
 
     def _deliver_some(self) -> None:
-        """Gives some streams their tokens, and leaves the others to the loop's next turn. Each stream's stay in order."""
-        for _ in range(min(_DELIVERED_AT_ONCE, len(self._undelivered))):
+        """Gives some streams their tokens, and leaves the others to when the model runs. Each stream's stay in order."""
+        self._deliver_first(_DELIVERED_AT_ONCE)
+        self._delivery = self._loop.call_later(_HELD_S, self._deliver_rest) if self._undelivered else None
+
+    def _deliver_rest(self) -> None:
+        if self._delivery is not None:
+            self._delivery.cancel()
+        self._deliver_first(_DELIVERED_AT_ONCE)
+        self._delivery = self._loop.call_soon(self._deliver_rest) if self._undelivered else None
+
+    def _deliver_first(self, count: int) -> None:
+        for _ in range(min(count, len(self._undelivered))):
             number, emission = self._undelivered.popleft()
             stream = self._streams.get(number)
             if stream is not None:
                 stream.put_nowait(emission)
-        if self._undelivered:
-            self._loop.call_soon(self._deliver_some)
 
     def _crash(self) -> None:
         self._crashed = True

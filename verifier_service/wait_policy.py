@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from verifier_service.guess_budget import Budget, Cost, allot
+from verifier_service.guess_budget import Budget, Cost, choose
 
 MAX_GATHERED = 16  # sequences that run ahead and still wait for one another
 ENOUGH_WHEN_GATHERED = 3
@@ -66,18 +67,24 @@ def plan_lock_step(
         num_rows: tokens in the step without guesses.
         max_guesses: most guesses in all.
     """
-    best = LockStep(allot(acceptances, [0] * len(limits), cost, num_rows, 0), 0.0)
-    width = max(limits, default=0)
-    alone_s = best.budget.seconds
-    everything = allot(acceptances, limits, lambda rows: np.ones(len(rows)), num_rows, max_guesses).num_tokens
-    for deadline_s in sorted({tempo.deadline_s(count) for tempo in set(tempos) for count in range(1, width + 1)}):
-        if everything <= best.budget.rate * (alone_s + deadline_s):
-            break  # not even if guesses cost nothing but the wait
-        reachable = [tempo.num_by(deadline_s, limit) for tempo, limit in zip(tempos, limits, strict=True)]
-        budget = allot(acceptances, reachable, cost, num_rows, max_guesses, deadline_s)
-        if budget.rate > best.budget.rate:
-            best = LockStep(budget, deadline_s)
-    return best
+    plain_s = float(cost(np.array([num_rows]))[0])
+    # Guesses give no more than a + a^2 + ... tokens of a sequence: from some wait on that is too little even if they cost nothing else.
+    most = sum(min(limit, a / (1.0 - a) if a < 1.0 else limit) for a, limit in zip(acceptances, limits, strict=True))
+    longest_s = plain_s * most / max(1, len(limits))
+    open_tempos = {tempo for tempo, limit in zip(tempos, limits, strict=True) if limit}
+    deadlines_s = {tempo.deadline_s(count) for tempo in open_tempos for count in range(1, max(limits) + 1)}
+    waiting_s = np.array([0.0, *sorted(deadline_s for deadline_s in deadlines_s if deadline_s < longest_s)])
+    index, budget = choose(acceptances, _reachable(limits, tempos, waiting_s), waiting_s, cost, num_rows, max_guesses)
+    return LockStep(budget, float(waiting_s[index]))
+
+
+def _reachable(limits: Sequence[int], tempos: Sequence[Tempo], deadlines_s: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Guesses that each sequence has by each deadline; by the first one, none. [deadlines, B]"""
+    kinds = list(dict.fromkeys(tempos))
+    counts = np.array([[tempo.num_by(deadline_s, max(limits)) for tempo in kinds] for deadline_s in deadlines_s], dtype=np.int64)
+    reachable = np.minimum(counts[:, [kinds.index(tempo) for tempo in tempos]], limits)
+    reachable[0] = 0
+    return reachable
 
 
 def worth_of_next(acceptance: float, count: int) -> float:
