@@ -77,6 +77,14 @@ def test_few_rows_of_a_large_layer_are_padded_without_a_trace(dtype, num_rows):
     assert error(packed.plus(inputs, other), expected + other) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_few_rows_of_a_large_rounded_layer_are_padded_without_a_trace(num_rows):
+    plain = linear(1024, 8192)
+    rounded = Int8Linear(plain.weight.detach(), plain.bias.detach())
+    inputs = tensor(1, 5, 1024, seed=1)
+    assert torch.equal(rounded(inputs[:, :num_rows]), rounded(inputs)[:, :num_rows])
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_rounded_layer_is_close_to_the_plain_one(bias):
     plain = linear(64, 80, bias)
