@@ -14,9 +14,9 @@ import grpc
 import structlog
 from outrider.v1 import link_pb2, link_pb2_grpc
 
-from draft_service.merging import take_next
 from shared.errors import HandshakeRefused, OutriderError, ProtocolViolation, Unavailable
 from shared.link import MAX_PROPOSAL_TOKENS, FromDrafter, FromVerifier, Goodbye, Heartbeat, Hello, StepBatch, Welcome
+from shared.merging import take_next
 from shared.rpc.convert_link import to_speculate_request
 from shared.rpc.convert_step import PieceJoiner
 from shared.rpc.patience import Patience

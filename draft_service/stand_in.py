@@ -24,9 +24,7 @@ class StandInProposer:
     name = "stand-in"
     modes = (Mode.COUPLED, Mode.REJECTION)
 
-    def __init__(
-        self, simulation: Simulation, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, simulation: Simulation, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic) -> None:
         self.stats = ProposerStats()
         self._simulation = simulation
         self._sleep = sleep

@@ -121,4 +121,3 @@ def _number(name: str, text: str, most: float) -> float:
     if not 0.0 <= number <= most:
         raise ValueError(f"{name} must be a number from 0 to {most:g}; it is {text!r}")
     return number
-

@@ -9,6 +9,7 @@ import pytest
 from outrider.v1 import link_pb2_grpc
 
 from draft_service.link_client import LinkClient, LinkState
+from shared.digest import extend
 from shared.link import Commit, FromDrafter, Hello, Proposal, ProposalBatch, StepBatch, Welcome
 from shared.rpc.channel import open_channel
 from shared.rpc.guards import bearer_guard
@@ -137,7 +138,8 @@ async def test_it_attaches_and_carries_frames_both_ways() -> None:
 async def test_guesses_that_wait_are_put_together_up_to_what_the_welcome_allows() -> None:
     async with _pair(welcome=replace(WELCOME, max_proposal_tokens=3)) as (verifier, draft):
         await draft.drafting.heard.get()
-        draft.drafting.sends[0]([ProposalBatch(1, 0.0, (Proposal(7, 5 + index, index, (index,)),), idle=False) for index in range(5)])
+        guesses = [Proposal(7, 5 + index, extend(0, range(index)), (index,)) for index in range(5)]
+        draft.drafting.sends[0]([ProposalBatch(1, 0.0, (guess,), idle=False) for guess in guesses])
         sizes: list[int] = []
         while sum(sizes) < 5:
             frame = await verifier.links.frames.get()

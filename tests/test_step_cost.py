@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,13 @@ def test_a_larger_step_is_never_thought_to_be_cheaper(points, observed):
     assert taken == sorted(taken)
     assert min(taken) > 0
     assert list(cost.points.values()) == sorted(cost.points.values())
+
+
+@given(st.dictionaries(st.integers(1, 300), st.floats(1e-3, 1.0), min_size=1, max_size=6), st.integers(1, 500))
+def test_one_number_and_many_are_looked_up_alike(points, num_rows):
+    cost = StepCost(points)
+    cost.observe(7, 0.02)
+    assert cost.seconds(num_rows) == pytest.approx(cost.seconds_of(np.array([num_rows]))[0])
 
 
 def test_a_machine_that_has_become_slower_is_followed_in_all_sizes():

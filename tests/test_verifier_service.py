@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 import structlog
 
+from shared.digest import extend
 from shared.engine.block_allocator import BlockAllocator
 from shared.engine.model_runner import ModelRunner
 from shared.errors import EngineFailure, HandshakeRefused, InvalidRequest, Overloaded, Unavailable
@@ -254,6 +255,16 @@ def test_an_inbox_is_bounded_by_frames_and_by_ids_but_takes_any_single_frame():
     inbox.take()
     resting = ProposalBatch(0, 0.0, (), False, tuple(range(60)))
     assert [inbox.put(resting, 10.0), inbox.put(resting, 11.0)] == [True, None]
+
+
+def test_guesses_that_pile_up_in_an_inbox_are_looked_at_once_but_the_first_answer_to_a_step_stays_alone():
+    inbox = Inbox(max_frames=20, max_ids=100)
+    for step, at in ((4, 1.0), (4, 2.0), (4, 3.0), (4, 4.0), (5, 5.0), (5, 6.0), (5, 7.0)):
+        start = int(at)
+        guess = Proposal(1, start, extend(0, range(1, start)), (start,))
+        assert inbox.put(ProposalBatch(step, 0.25, (guess,), idle=False), at) is (at == 1.0)
+    taken = [(frame.step, frame.proposals[0].token_ids, frame.draft_seconds, arrived) for frame, arrived in inbox.take()]
+    assert taken == [(4, (1,), 0.25, 1.0), (4, (2, 3, 4), 0.75, 4.0), (5, (5,), 0.25, 5.0), (5, (6, 7), 0.5, 7.0)]
 
 
 async def test_a_step_that_fails_fails_who_was_in_it_and_the_engine_goes_on(monkeypatch):

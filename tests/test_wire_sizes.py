@@ -5,9 +5,9 @@ from outrider.v1 import link_pb2 as pb
 
 from bench.wire import framing_bytes, measure
 from draft_service.drafter import Drafter
-from draft_service.merging import take_next
 from draft_service.stand_in import StandInProposer
 from shared.link import Begin, Commit, FromDrafter, Proposal, ProposalBatch, StepBatch, Welcome
+from shared.merging import take_next
 from shared.rpc.convert_link import to_speculate_request
 from shared.rpc.convert_step import to_speculate_responses
 from shared.sampling import Mode, SamplingParams

@@ -126,4 +126,5 @@ def new_generation(number: int, request: Request, vocab_size: int, nonce: int, n
     keys = RejectionKeys(*(derive_key(request.seed, stream, nonce) for stream in ("accept", "residual", "plain"))) if by_ratio else None
     # In rejection mode the seed itself never leaves the verifier, not even for a greedy request, whose drafter needs none.
     draft_seed = request.seed if request.mode is Mode.COUPLED else derive_key(request.seed, "draft", nonce)
-    return Generation(number, request, rules, noise_key(request.seed), draft_seed, keys, now, Sequence(committed, salt=request.tenant.encode()), GuessBuffer(committed))
+    sequence, guesses = Sequence(committed, salt=request.tenant.encode()), GuessBuffer(committed)
+    return Generation(number, request, rules, noise_key(request.seed), draft_seed, keys, now, sequence, guesses)

@@ -1,14 +1,19 @@
-"""What one draft service has sent and the engine has not looked at yet: the loop puts, the engine thread takes. It knows no meaning of a frame."""
+"""What one draft service has sent and the engine has not looked at yet: the loop puts, the engine thread takes.
+
+While a step is computed the loop has time and the engine thread has not: guesses that follow one another are put together here, so that the
+engine looks at each sequence once and not once for every piece.
+"""
 
 import threading
 
-from shared.link import Capacity, Decline, ProposalBatch, Resync
+from shared.link import MAX_PROPOSAL_TOKENS, Capacity, Decline, ProposalBatch, Resync
+from shared.merging import merged
 
 Frame = ProposalBatch | Decline | Capacity | Resync
 
 
 class Inbox:
-    """Frames in the order they came, each with the time when it did. Safe from any thread.
+    """Frames in the order they came, each with the time when it did, or its last part. Safe from any thread.
 
     Args:
         max_frames: most frames that may wait.
@@ -32,9 +37,18 @@ class Inbox:
         with self._lock:
             if self._frames and (len(self._frames) >= self._max_frames or self._num_ids + num_ids > self._max_ids):
                 return None
-            self._frames.append((frame, arrived))
             self._num_ids += num_ids
+            joined = merged(self._frames[-1][0], frame, MAX_PROPOSAL_TOKENS) if self._is_one_of_many() else None
+            if joined is not None:
+                self._frames[-1] = joined, arrived
+                return False
+            self._frames.append((frame, arrived))
             return len(self._frames) == 1
+
+    def _is_one_of_many(self) -> bool:
+        """Whether the last frame is no first answer to a step: when that came tells how long the drafter takes, so it stays as it is."""
+        steps = [frame.step for frame, _ in self._frames[-2:] if isinstance(frame, ProposalBatch)]
+        return len(steps) == 2 and steps[0] == steps[1]
 
     def take(self) -> list[tuple[Frame, float]]:
         """All that waits; nothing waits then."""

@@ -1,6 +1,6 @@
 """Assisted generation of transformers as a worker: loads once, then answers jobs of one prompt. Runs in the peers' environment.
 
-    python -m bench.peers.assisted_worker --target DIR [--draft DIR --k 3] [--threads 2]
+python -m bench.peers.assisted_worker --target DIR [--draft DIR --k 3] [--threads 2]
 """
 
 import argparse

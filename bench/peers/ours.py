@@ -54,9 +54,7 @@ async def run(client: Client, job: Job) -> Answer:
 
 
 async def _stream(client: Client, job: Job, index: int, arrivals: Arrivals) -> Usage:
-    generation = client.generate(
-        job.prompts[index], temperature=job.temperature, seed=job.seed + index, max_tokens=job.max_tokens, ignore_eos=True
-    )
+    generation = client.generate(job.prompts[index], temperature=job.temperature, seed=job.seed + index, max_tokens=job.max_tokens, ignore_eos=True)
     async with generation:
         async for part in generation:
             arrivals.add(index, part.token_ids)

@@ -143,4 +143,3 @@ def bench_command(
             console.print(f"wrote {path}", style="dim")
     if any(run.errors for cell in cells for runs in cell.runs.values() for run in runs):
         raise typer.Exit(1)
-

@@ -96,9 +96,7 @@ def to_run(outcome: Outcome, drafts: Drafts | None = None) -> Run:
         steady_per_s=_steady(outcome),
         ttft_s=tuple(sample.outputs[0][0] - sample.intended_at for sample in good if sample.outputs),
         tpot_s=tuple(tpot for sample in good if (tpot := _tpot(sample)) is not None),
-        gap_s=tuple(
-            later - earlier for sample in good for (earlier, _), (later, _) in zip(sample.outputs, sample.outputs[1:], strict=False)
-        ),
+        gap_s=tuple(later - earlier for sample in good for (earlier, _), (later, _) in zip(sample.outputs, sample.outputs[1:], strict=False)),
         e2e_s=tuple(sample.ended_at - sample.intended_at for sample in good),
         send_lag_s=max((sample.sent_at - sample.intended_at for sample in outcome.samples), default=0.0),
         drafts=drafts or Drafts(*(sum(getattr(sample, name) for sample in good) for name in ("rounds", "drafted", "accepted"))),

@@ -65,9 +65,7 @@ def _positions(summaries: Iterable[tuple[Cell, str, ArmSummary]]) -> list[Render
 
 def acceptance_by_position(summary: ArmSummary) -> list[float | None]:
     """Accepted / drafted at each position; None where nothing was drafted. Ends with the last position that was."""
-    rates = [
-        accepted / drafted if drafted else None for drafted, accepted in zip(summary.drafts.drafted_at, summary.drafts.accepted_at, strict=True)
-    ]
+    rates = [accepted / drafted if drafted else None for drafted, accepted in zip(summary.drafts.drafted_at, summary.drafts.accepted_at, strict=True)]
     while rates and rates[-1] is None:
         rates.pop()
     return rates

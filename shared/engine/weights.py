@@ -92,8 +92,9 @@ class Int8Linear(nn.Module):
         # The largest of a row becomes +-127. A row of zeros has no scale: whatever it becomes is multiplied by zero in the end.
         largest = torch.linalg.vector_norm(inputs, float("inf"), -1, keepdim=True, dtype=torch.float32)
         unsigned = torch.addcmul(self._middle, inputs.to(torch.float32), largest.reciprocal(), value=_LARGEST).to(torch.uint8)
+        unsigned = _padded(unsigned, self.num_bytes)
         output: Tensor = torch.ops.onednn.qlinear_pointwise.default(
-            _padded(unsigned, self.num_bytes), 1 / _LARGEST, _MIDDLE, self._packed, self._scales, self._zeros, None, 1.0, 0, inputs.dtype, "none", [], ""
+            unsigned, 1 / _LARGEST, _MIDDLE, self._packed, self._scales, self._zeros, None, 1.0, 0, inputs.dtype, "none", [], ""
         )
         output = output[..., : inputs.shape[-2], :].mul_(largest)
         return output if self._bias is None else output.add_(self._bias)
