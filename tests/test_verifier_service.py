@@ -94,6 +94,20 @@ async def test_more_streams_than_are_served_at_one_go_each_get_their_tokens_in_o
         assert texts == [ORACLE.tokens(request) for request in asked]
 
 
+async def test_what_is_held_back_is_delivered_when_the_model_runs_again(monkeypatch):
+    monkeypatch.setattr("verifier_service.service._HELD_S", 1e6)  # never by time
+    async with running(max_running=25) as service:
+        asked = [replace(ask("r", 8), request_id=f"r{index}", seed=index) for index in range(24)]
+        async with service.verifier.open(ask("long", 150)) as going_on:
+            tasks = [asyncio.create_task(collect(service.verifier, request)) for request in asked]
+            _, late = await asyncio.wait(tasks, timeout=20)
+            for task in late:
+                task.cancel()
+            assert not late
+            assert [task.result() for task in tasks] == [ORACLE.tokens(request) for request in asked]
+            await anext(going_on)
+
+
 async def test_the_stream_ends_with_the_reason():
     async with running() as service, service.verifier.open(ask("r", 3)) as emissions:
         last = [emission async for emission in emissions][-1]
