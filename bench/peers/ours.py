@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from bench.peers.lines import Answer, Arrivals, Job
 from client import Client, Usage
 from client.demo import wait_for_drafter
 from client.pair import plan
-from client.supervisor import Supervisor
+from client.supervisor import Child, Supervisor
 from client.up import children, free_ports, line_writer
 
 _GRACE_S = 30.0
@@ -35,7 +36,7 @@ async def serve(target: str, draft: str | None, assignments: Sequence[str], log:
         ["--listen", draft_listen, "--metrics", "", *(["--draft", draft] if draft else [])],
         [*(setting for setting in _SETTINGS if not _is_set(setting, assignments)), *assignments],
     )
-    started = children(pair) if draft else children(pair)[:1]
+    started = children(pair) if draft else [_alone(children(pair)[0])]
     with log.open("w") as file:
         async with Supervisor(started, line_writer(Console(file=file)), _GRACE_S) as supervisor:
             await supervisor.wait_until_ready()
@@ -43,6 +44,11 @@ async def serve(target: str, draft: str | None, assignments: Sequence[str], log:
                 if draft:
                     await wait_for_drafter(client)
                 yield client
+
+
+def _alone(child: Child) -> Child:
+    """As somebody starts a verifier by hand: with nobody to share the cores with, threads wait as OpenMP has it."""
+    return replace(child, environment={name: value for name, value in child.environment.items() if name != "OMP_WAIT_POLICY"})
 
 
 async def run(client: Client, job: Job) -> Answer:
