@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 import pytest
 import structlog
 
-from shared.digest import extend
 from shared.engine.block_allocator import BlockAllocator
 from shared.engine.model_runner import ModelRunner
 from shared.errors import EngineFailure, HandshakeRefused, InvalidRequest, Overloaded, Unavailable
-from shared.link import PROTOCOL_REVISION, Capacity, Distribution, Hello, Proposal, ProposalBatch, Resync, StepBatch
+from shared.link import PROTOCOL_REVISION, Capacity, Hello, Proposal, ProposalBatch, Resync, StepBatch
 from shared.sampling import Mode, SamplingParams
 from tests.support.oracle import PlainDecoder
 from tests.support.tiny_models import tiny_llama
 from verifier_service.engine import Engine, EngineLimits
-from verifier_service.inbox import Inbox
 from verifier_service.request import FinishReason, Request, Stopping
 from verifier_service.scheduler import SchedulerLimits
 from verifier_service.service import Verifier
@@ -95,7 +93,7 @@ async def test_more_streams_than_are_served_at_one_go_each_get_their_tokens_in_o
 
 
 async def test_what_is_held_back_is_delivered_when_the_model_runs_again(monkeypatch):
-    monkeypatch.setattr("verifier_service.service._HELD_S", 1e6)  # never by time
+    monkeypatch.setattr("verifier_service.delivery._HELD_S", 1e6)  # never by time
     async with running(max_running=25) as service:
         asked = [replace(ask("r", 8), request_id=f"r{index}", seed=index) for index in range(24)]
         async with service.verifier.open(ask("long", 150)) as going_on:
@@ -195,8 +193,8 @@ async def computing(service: Running, monkeypatch: pytest.MonkeyPatch) -> AsyncI
         release.set()
 
 
-def piece(sequence: int = 99, num_tokens: int = 1) -> ProposalBatch:
-    return ProposalBatch(0, 0.0, (Proposal(sequence, 3, 5, (1,) * num_tokens),), False)
+def piece(num_tokens: int = 1) -> ProposalBatch:
+    return ProposalBatch(0, 0.0, (Proposal(99, 3, 5, (1,) * num_tokens),), False)
 
 
 async def test_what_comes_during_a_step_waits_as_one_piece_of_work_and_is_all_taken(monkeypatch):
@@ -254,31 +252,6 @@ async def test_a_frame_that_the_engine_cannot_deal_with_ends_its_link_alone():
         assert closed == ["the verifier could not deal with what this link has sent"]
         assert [info.name for info in service.verifier.drafters()] == ["good"]
         assert await collect(service.verifier, ask("r")) == ORACLE.tokens(ask("r"))
-
-
-def test_an_inbox_is_bounded_by_frames_and_by_ids_but_takes_any_single_frame():
-    inbox = Inbox(max_frames=3, max_ids=100)
-    assert [inbox.put(Capacity(1), at) for at in (1.0, 2.0, 3.0, 4.0)] == [True, False, False, None]
-    assert [arrived for _, arrived in inbox.take()] == [1.0, 2.0, 3.0]
-    assert inbox.take() == []
-    drawn = ProposalBatch(0, 0.0, (Proposal(1, 3, 5, (1,), (Distribution(tuple(range(60)), (1 / 60,) * 60),)),), False)
-    assert [inbox.put(drawn, 5.0), inbox.put(drawn, 6.0), inbox.put(piece(num_tokens=39), 7.0)] == [True, None, False]
-    inbox.take()
-    assert inbox.put(piece(num_tokens=101), 8.0) is True
-    assert inbox.put(Capacity(1), 9.0) is None
-    inbox.take()
-    resting = ProposalBatch(0, 0.0, (), False, tuple(range(60)))
-    assert [inbox.put(resting, 10.0), inbox.put(resting, 11.0)] == [True, None]
-
-
-def test_guesses_that_pile_up_in_an_inbox_are_looked_at_once_but_the_first_answer_to_a_step_stays_alone():
-    inbox = Inbox(max_frames=20, max_ids=100)
-    for step, at in ((4, 1.0), (4, 2.0), (4, 3.0), (4, 4.0), (5, 5.0), (5, 6.0), (5, 7.0)):
-        start = int(at)
-        guess = Proposal(1, start, extend(0, range(1, start)), (start,))
-        assert inbox.put(ProposalBatch(step, 0.25, (guess,), idle=False), at) is (at == 1.0)
-    taken = [(frame.step, frame.proposals[0].token_ids, frame.draft_seconds, arrived) for frame, arrived in inbox.take()]
-    assert taken == [(4, (1,), 0.25, 1.0), (4, (2, 3, 4), 0.75, 4.0), (5, (5,), 0.25, 5.0), (5, (6, 7), 0.5, 7.0)]
 
 
 async def test_a_step_that_fails_fails_who_was_in_it_and_the_engine_goes_on(monkeypatch):

@@ -7,7 +7,7 @@ engine looks at each sequence once and not once for every piece.
 import threading
 
 from shared.link import MAX_PROPOSAL_TOKENS, Capacity, Decline, ProposalBatch, Resync
-from shared.merging import merged
+from shared.merging import Pile
 
 Frame = ProposalBatch | Decline | Capacity | Resync
 
@@ -16,7 +16,7 @@ class Inbox:
     """Frames in the order they came, each with the time when it did, or its last part. Safe from any thread.
 
     Args:
-        max_frames: most frames that may wait.
+        max_frames: most frames that may wait, those that were put together counted as one.
         max_ids: most ids in all that may wait (`ProposalBatch.num_ids`); a frame with more is taken if it is alone.
     """
 
@@ -24,7 +24,7 @@ class Inbox:
         self._max_frames = max_frames
         self._max_ids = max_ids
         self._lock = threading.Lock()
-        self._frames: list[tuple[Frame, float]] = []
+        self._frames: list[tuple[Frame | Pile, float]] = []
         self._num_ids = 0
 
     def put(self, frame: Frame, arrived: float) -> bool | None:
@@ -38,21 +38,19 @@ class Inbox:
             if self._frames and (len(self._frames) >= self._max_frames or self._num_ids + num_ids > self._max_ids):
                 return None
             self._num_ids += num_ids
-            joined = merged(self._frames[-1][0], frame, MAX_PROPOSAL_TOKENS) if self._is_one_of_many() else None
-            if joined is not None:
-                self._frames[-1] = joined, arrived
-                return False
-            self._frames.append((frame, arrived))
+            last = self._frames[-1][0] if self._frames else None
+            waiting: Frame | Pile = frame
+            if isinstance(frame, ProposalBatch) and isinstance(last, ProposalBatch | Pile) and last.step == frame.step:
+                if isinstance(last, Pile) and last.add(frame):
+                    self._frames[-1] = last, arrived
+                    return False
+                waiting = Pile(frame, MAX_PROPOSAL_TOKENS)  # the first answer to a step stays alone: when it came tells how long the drafter takes
+            self._frames.append((waiting, arrived))
             return len(self._frames) == 1
-
-    def _is_one_of_many(self) -> bool:
-        """Whether the last frame is no first answer to a step: when that came tells how long the drafter takes, so it stays as it is."""
-        steps = [frame.step for frame, _ in self._frames[-2:] if isinstance(frame, ProposalBatch)]
-        return len(steps) == 2 and steps[0] == steps[1]
 
     def take(self) -> list[tuple[Frame, float]]:
         """All that waits; nothing waits then."""
         with self._lock:
             frames, self._frames = self._frames, []
             self._num_ids = 0
-        return frames
+        return [(frame.to_batch() if isinstance(frame, Pile) else frame, arrived) for frame, arrived in frames]

@@ -4,7 +4,7 @@ the loop and the engine thread, and knows no gRPC, no text and no tensor."""
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ import structlog
 from shared.engine.thread import EngineThread
 from shared.errors import EngineFailure, HandshakeRefused, InvalidRequest, Overloaded, Unavailable
 from shared.link import PROTOCOL_REVISION, Hello, StepBatch
+from verifier_service.delivery import AT_ONCE, Delivery
 from verifier_service.engine import Engine, StepOutput
 from verifier_service.inbox import Frame, Inbox
 from verifier_service.info import DrafterInfo, RefusedDrafter
@@ -24,10 +25,6 @@ _MAX_REFUSED = 16
 # Far more than any drafter sends during a step; a drafter that sends more than the engine takes is not waited for.
 _MAX_WAITING_FRAMES = 1024
 _MAX_WAITING_IDS = 1 << 20
-# Streams that are given their tokens at one go: a link, whose guesses the engine may be waiting for, is not to wait behind all of them.
-_DELIVERED_AT_ONCE = 8
-# So long at most the others wait for the model to run, which leaves the processor to them.
-_HELD_S = 0.02
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -72,9 +69,8 @@ class Verifier:
         self._on_round_trip = on_round_trip
         self._on_crash = on_crash
         self._streams: dict[int, asyncio.Queue[Emission]] = {}
-        self._undelivered: deque[tuple[int, Emission]] = deque()
-        self._delivery: asyncio.Handle | None = None  # of what is undelivered
-        self._holds = False  # the engine thread's: whether its last step gave more than is delivered at once
+        self._delivery = Delivery(self._give)
+        self._has_held = False  # the engine thread's: whether its last step gave more than is delivered at once
         self._request_ids: set[str] = set()
         self._next_number = itertools.count(1)
         self._links: dict[int, _Link] = {}
@@ -90,7 +86,7 @@ class Verifier:
             build: makes the engine, given where its batches for drafters go and what it calls when the model is about to run.
         """
         self._loop = asyncio.get_running_loop()
-        self._engine = build(self._tell_from_thread, self._deliver_held)
+        self._engine = build(self._tell_from_thread, self._release_from_thread)
         self._thread: EngineThread[StepOutput] = EngineThread(
             self._engine,
             self._deliver_from_thread,
@@ -254,9 +250,7 @@ class Verifier:
         self._thread.post(run)
 
     def _fail(self, number: int, request_id: str) -> None:
-        stream = self._streams.get(number)
-        if stream is not None:
-            stream.put_nowait(Emission(request_id, error=EngineFailure("the request could not be taken in")))
+        self._give(number, Emission(request_id, error=EngineFailure("the request could not be taken in")))
 
     def _post_to_loop(self, callback: Callable[..., None], *args: object) -> None:
         if not self._loop.is_closed():
@@ -271,47 +265,27 @@ class Verifier:
             link.on_batch(batch)
 
     def _deliver_from_thread(self, output: StepOutput) -> None:
-        self._holds = len(output.emissions) > _DELIVERED_AT_ONCE
+        self._has_held = len(output.emissions) > AT_ONCE
         self._post_to_loop(self._deliver, output)
 
-    def _deliver_held(self) -> None:
-        """On the engine's thread: the model is about to run."""
-        if self._holds:
-            self._holds = False
-            self._post_to_loop(self._deliver_rest)
+    def _release_from_thread(self) -> None:
+        if self._has_held:
+            self._has_held = False
+            self._post_to_loop(self._delivery.release)
 
     def _deliver(self, output: StepOutput) -> None:
-        self._hand_out(output.emissions)
+        self._delivery.add(output.emissions)
         self._loop.call_soon(self._on_stats, output.stats)
 
-    def _hand_out(self, emissions: Sequence[tuple[int, Emission]]) -> None:
-        """Links first: what they are told was posted before this, but it takes them a turn of the loop to send it."""
-        self._undelivered.extend(emissions)
-        if self._delivery is None and self._undelivered:
-            self._delivery = self._loop.call_soon(self._deliver_some)
-
-    def _deliver_some(self) -> None:
-        """Gives some streams their tokens, and leaves the others to when the model runs. Each stream's stay in order."""
-        self._deliver_first(_DELIVERED_AT_ONCE)
-        self._delivery = self._loop.call_later(_HELD_S, self._deliver_rest) if self._undelivered else None
-
-    def _deliver_rest(self) -> None:
-        if self._delivery is not None:
-            self._delivery.cancel()
-        self._deliver_first(_DELIVERED_AT_ONCE)
-        self._delivery = self._loop.call_soon(self._deliver_rest) if self._undelivered else None
-
-    def _deliver_first(self, count: int) -> None:
-        for _ in range(min(count, len(self._undelivered))):
-            number, emission = self._undelivered.popleft()
-            stream = self._streams.get(number)
-            if stream is not None:
-                stream.put_nowait(emission)
+    def _give(self, number: int, emission: Emission) -> None:
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.put_nowait(emission)
 
     def _crash(self) -> None:
         self._crashed = True
         # Behind what was computed before: a request that is complete has not failed.
-        self._hand_out([(number, Emission("", error=EngineFailure("the engine has stopped"))) for number in self._streams])
+        self._delivery.add((number, Emission("", error=EngineFailure("the engine has stopped"))) for number in self._streams)
         self._on_crash()
 
 
