@@ -21,6 +21,7 @@ from shared.address import dial_address, split_address
 from shared.errors import CannotListen, OutriderError
 
 _COLOURS = {"verifier": "cyan", "draft": "magenta"}
+_SPINS = "6000"  # measured: docs/performance.md, "What was tried"
 _PREFIX_WIDTH = max(map(len, _COLOURS))
 
 _Result = TypeVar("_Result")
@@ -30,8 +31,10 @@ def children(pair: Pair) -> list[Child]:
     """The two processes of a pair: the verifier first."""
     cores = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     environment = os.environ | {
-        # Both processes have every core, and take turns: a thread that spins while it waits would take the other's turn.
+        # Both processes have every core, and take turns: a thread that spins while it waits takes the other's turn, one that falls
+        # asleep at once loses a tenth of its own between two operations. libgomp may spin for that long; other runtimes do not.
         "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": _SPINS,
         "OMP_NUM_THREADS": cores,
         "PYTHONUNBUFFERED": "1",
     }

@@ -23,7 +23,7 @@ from draft_service.stand_in import StandInProposer
 from shared import logs
 from shared.default_model import resolve
 from shared.engine.pool import PoolConfig, load_pool
-from shared.engine.thread import settle_interpreter
+from shared.engine.thread import before_engine, settle_interpreter
 from shared.errors import EngineFailure
 from shared.link import PROTOCOL_REVISION, Hello
 from shared.rpc.channel import open_channel
@@ -69,7 +69,7 @@ async def _serve(config: DraftConfig) -> None:
         await door.start()
         _log.info("listening", clients=address, metrics=metrics_address or "off")
         try:
-            proposer, fingerprint = await asyncio.to_thread(_load, config)
+            proposer, fingerprint = await before_engine(lambda: _load(config))
             await _serve_loaded(config, registry, serving, health, gate, door, proposer, fingerprint)
         finally:
             await door.stop(None)

@@ -203,6 +203,7 @@ def test_the_children_take_turns_on_all_cores() -> None:
     assert "--draft=some/model" in draft.command
     for child in (verifier, draft):
         assert child.environment["OMP_WAIT_POLICY"] == "PASSIVE"
+        assert 0 < int(child.environment["GOMP_SPINCOUNT"]) < 20_000, "half a millisecond: the other service's turn"
         assert int(child.environment["OMP_NUM_THREADS"]) >= 1
 
 

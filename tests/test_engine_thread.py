@@ -1,10 +1,15 @@
 """The thread that runs an engine: commands, and who waits for whom."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
 
-from shared.engine.thread import EngineThread
+import pytest
+import torch
+
+from shared.engine.thread import EngineThread, before_engine
+from shared.errors import UnsupportedModel
 
 
 class _Asked:
@@ -63,3 +68,28 @@ def test_commands_run_in_the_order_they_were_posted():
     thread.stop()
     assert order == list(range(100))
     assert crashes == []
+
+
+def test_what_comes_before_the_engine_leaves_no_thread_that_has_computed():
+    used: list[threading.Thread] = []
+
+    def load() -> int:
+        used.append(threading.current_thread())
+        return int(torch.arange(3).sum())
+
+    assert asyncio.run(before_engine(load)) == 3
+    used[0].join(30)
+    assert not used[0].is_alive(), "its OpenMP team would keep the engine's from waiting awake"
+
+
+def test_what_fails_before_the_engine_is_told_and_leaves_no_thread():
+    used: list[threading.Thread] = []
+
+    def load() -> None:
+        used.append(threading.current_thread())
+        raise UnsupportedModel("no such model")
+
+    with pytest.raises(UnsupportedModel, match="no such model"):
+        asyncio.run(before_engine(load))
+    used[0].join(30)
+    assert not used[0].is_alive()

@@ -21,7 +21,8 @@ service before it starts; everything that is wrong is told at once. `outrider ve
 as this page.
 
 `outrider up` takes any setting of either service as `--set verifier.SETTING=VALUE`, `--set draft.SETTING=VALUE`, or
-`--set SETTING=VALUE` for whichever have it, and sets `window` to `max-draft-tokens` unless told otherwise.
+`--set SETTING=VALUE` for whichever have it, and sets `window` to `max-draft-tokens` unless told otherwise. Both services have
+all cores then and take turns, so it sets `OMP_WAIT_POLICY` and `GOMP_SPINCOUNT` as well ([why](performance.md#two-teams-of-threads)).
 
 Two more variables: `OUTRIDER_ADDRESS` is where `outrider generate`, `chat`, `info` and `health` connect to; `OUTRIDER_CACHE` is
 the directory of the default model (`~/.cache/outrider`).

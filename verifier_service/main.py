@@ -15,7 +15,7 @@ from shared import logs
 from shared.default_model import resolve
 from shared.engine.pool import Pool, PoolConfig, load_pool
 from shared.engine.stand_in import stand_in_pool
-from shared.engine.thread import settle_interpreter
+from shared.engine.thread import before_engine, settle_interpreter
 from shared.errors import EngineFailure
 from shared.link import MAX_DISTRIBUTION_PAIRS, MAX_PROPOSAL_TOKENS, PROTOCOL_REVISION, Welcome
 from shared.rpc.convert_generate import Limits
@@ -78,7 +78,7 @@ async def _serve(config: VerifierConfig) -> None:
         _log.info("listening", clients=address, links=link_address, metrics=metrics_address or "off")
         loop_watch = asyncio.create_task(serving.watch_loop())
         try:
-            tokenizer, pool = await asyncio.to_thread(_load, config)
+            tokenizer, pool = await before_engine(lambda: _load(config))
             await _serve_loaded(config, registry, health, gate, (door, link_door), tokenizer, pool)
         finally:
             loop_watch.cancel()
@@ -126,7 +126,7 @@ async def _serve_loaded(
 ) -> None:
     settle_interpreter()
     vocab_size = min(tokenizer.vocab_size, pool.model.vocab_size)  # an id needs text and logits
-    calibration = await asyncio.to_thread(_calibrate, config, pool, vocab_size)
+    calibration = await before_engine(lambda: _calibrate(config, pool, vocab_size))
     metrics = VerifierMetrics(registry, config.target, config.max_draft_tokens)
     model = ModelInfo(config.target, tokenizer.fingerprint, str(pool.model.dtype).removeprefix("torch."), str(pool.model.device))
     metrics.set_build_info(

@@ -18,6 +18,7 @@ from client.up import children, free_ports, line_writer
 _GRACE_S = 30.0
 # The peer's prefix cache never finds a whole block in prompts this short; ours would, of prompts that come again.
 _SETTINGS = ("prefix-cache=off", "kv-blocks=1024", "log-level=warning")
+_FOR_TWO = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @asynccontextmanager
@@ -48,7 +49,7 @@ async def serve(target: str, draft: str | None, assignments: Sequence[str], log:
 
 def _alone(child: Child) -> Child:
     """As somebody starts a verifier by hand: with nobody to share the cores with, threads wait as OpenMP has it."""
-    return replace(child, environment={name: value for name, value in child.environment.items() if name != "OMP_WAIT_POLICY"})
+    return replace(child, environment={name: value for name, value in child.environment.items() if name not in _FOR_TWO})
 
 
 async def run(client: Client, job: Job) -> Answer:
