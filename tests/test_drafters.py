@@ -1,7 +1,9 @@
 """Who drafts for whom, and when a drafter is no longer asked."""
 
-from shared.link import Commit, Hello
-from shared.sampling import Mode
+import pytest
+
+from shared.link import Begin, Commit, Hello
+from shared.sampling import Mode, SamplingParams
 from verifier_service.drafters import Drafters, Pace
 
 
@@ -115,3 +117,19 @@ def test_times_measured_beside_a_step_count_for_half_and_only_until_there_is_a_b
     assert pace.mean_s == 0.1
     pace.observe(0.2, is_disturbed=False)
     assert 0.1 < pace.mean_s < 0.2
+
+
+def test_what_reading_a_new_text_takes_is_not_taken_for_the_turnaround():
+    drafter = Drafters().attach(1, hello("a"))
+    drafter.begins[1] = Begin(1, 3, (1, 2, 3), Mode.COUPLED, SamplingParams(), 0, 8)
+    drafter.take_batch(1, 0.0)
+    drafter.answer(1, False, True, 3.0)
+    assert drafter.timing.turnaround_s == 1.5, "hopeful while nothing better is known"
+    told(drafter, 2, 4.0)
+    drafter.answer(2, False, True, 4.1)
+    assert drafter.timing.turnaround_s == pytest.approx(0.1)
+    drafter.begins[2] = Begin(2, 3, (1, 2, 3), Mode.COUPLED, SamplingParams(), 0, 8)
+    drafter.take_batch(3, 5.0)
+    told(drafter, 4, 5.1)
+    drafter.answer(4, False, True, 9.0)
+    assert drafter.timing.turnaround_s == pytest.approx(0.1)

@@ -43,6 +43,20 @@ def test_a_new_request_is_told_at_once():
     assert [begin.token_ids for begin in batch.begins] == [(1, 2, 3)]
 
 
+def test_where_drafters_stand_still_during_a_step_a_prompt_is_read_by_the_target_first():
+    """They share its cores: a draft that read the prompt beside it would hold up the first token."""
+    desk = Desk(window=4)
+    added = desk.add(1, 0.0)
+    desk.speculation.flush(0.0)
+    assert desk.told == []
+    added.committed.append(4)
+    added.sequence.kv_len = 3
+    desk.speculation.assign(1.0)
+    desk.speculation.flush(1.0)
+    [batch] = desk.told
+    assert [begin.token_ids for begin in batch.begins] == [(1, 2, 3, 4)]
+
+
 def test_the_end_of_a_sequence_that_asked_to_be_told_again_is_told():
     desk = Desk()
     desk.add(1, 0.0)

@@ -81,7 +81,7 @@ class Drafter:
         hello: how it introduced itself.
         capacity: sequences it can serve; may change at any time.
         sequences: those it serves.
-        told: steps it was told about and has not answered yet, with the times; the newest of them.
+        told: steps it was told about and has not answered yet, with the times and whether new sequences were among it; the newest of them.
         owing_since: when the oldest of those was told, if there is one.
         idle: it has said that nothing more follows until the next step.
         vain_waits: waits in a row that brought no guess that fits.
@@ -94,7 +94,7 @@ class Drafter:
     hello: Hello
     capacity: int
     sequences: set[int] = field(default_factory=set)
-    told: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MAX_TOLD))
+    told: deque[tuple[int, float, bool]] = field(default_factory=lambda: deque(maxlen=_MAX_TOLD))
     owing_since: float | None = None
     idle: bool = False
     vain_waits: int = 0
@@ -124,7 +124,7 @@ class Drafter:
         batch = StepBatch(step, tuple(self.begins.values()), tuple(self.commits.values()), tuple(self.ends.values()))
         self.begins, self.commits, self.ends = {}, {}, {}
         if batch.begins or batch.commits:  # an end alone asks for no answer
-            self.told.append((step, now))
+            self.told.append((step, now, bool(batch.begins)))
             if self.owing_since is None:
                 self.owing_since = now
             self.idle = False
@@ -140,11 +140,13 @@ class Drafter:
             now: when it came.
             is_disturbed: it was made beside a step of the verifier, on the same cores.
         """
-        told_at = None
+        told_at, has_caught_up = None, False
         while self.told and self.told[0][0] <= step:
-            _, told_at = self.told.popleft()
+            _, told_at, is_new = self.told.popleft()
+            has_caught_up |= is_new
         if told_at is not None and has_guesses:
-            self.timing.turnaround.observe(now - told_at, is_disturbed)
+            # Whoever reads a prompt first is not slow for that.
+            self.timing.turnaround.observe(now - told_at, is_disturbed or has_caught_up)
         self.owing_since = self.told[0][1] if self.told else None
         if not self.owes_answer:
             self.idle = idle

@@ -61,6 +61,11 @@ class Pacing:
         self._decisions = Decisions()
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether drafters go on during a step: not where their window is a round, as on shared cores."""
+        return self._runs_ahead
+
+    @property
     def cost(self) -> StepCost:
         """What a step is thought to cost."""
         return self._cost

@@ -127,7 +127,8 @@ class Speculation:
                 self._unassign(generation, drafter)
                 drafter.ends[generation.number] = End(generation.number, EndReason.REASSIGNED)
         for generation in self._live.values():
-            if generation.drafter is None and generation.wants_drafter and generation.room > 0:
+            is_due = self._pacing.runs_ahead or generation.num_pending == 1  # on shared cores a draft's prompt would hold up the target's
+            if generation.drafter is None and generation.wants_drafter and generation.room > 0 and is_due:
                 request = generation.request
                 chosen = self._drafters.choose(request.mode, request.preferred_drafter, generation.declined, now)
                 if chosen is not None:
