@@ -21,7 +21,7 @@ from shared.address import dial_address, split_address
 from shared.errors import CannotListen, OutriderError
 
 _COLOURS = {"verifier": "cyan", "draft": "magenta"}
-_SPINS = "6000"  # measured: docs/performance.md, "What was tried"
+_SPINS = "6000"  # measured: docs/performance.md, "Two teams of threads"
 _PREFIX_WIDTH = max(map(len, _COLOURS))
 
 _Result = TypeVar("_Result")
