@@ -1,80 +1,17 @@
 """The crossing between event loop and engine thread: real thread, real engine, tiny model."""
 
 import asyncio
-import itertools
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
-import structlog
 
-from shared.engine.block_allocator import BlockAllocator
-from shared.engine.model_runner import ModelRunner
-from shared.errors import EngineFailure, HandshakeRefused, InvalidRequest, Overloaded, Unavailable
-from shared.link import PROTOCOL_REVISION, Capacity, Hello, Proposal, ProposalBatch, Resync, StepBatch
-from shared.sampling import Mode, SamplingParams
-from tests.support.oracle import PlainDecoder
-from tests.support.tiny_models import tiny_llama
-from verifier_service.engine import Engine, EngineLimits
-from verifier_service.request import FinishReason, Request, Stopping
-from verifier_service.scheduler import SchedulerLimits
-from verifier_service.service import Verifier
-from verifier_service.stats import StepStats
-
-TARGET = tiny_llama()
-ORACLE = PlainDecoder(TARGET)
-NUM_BLOCKS = 64
-
-
-def ask(name: str, max_tokens: int = 12) -> Request:
-    return Request(name, (1, 2, 3), SamplingParams(), Stopping(max_tokens), seed=len(name), max_draft_tokens=4)
-
-
-def hello(instance: str = "a", fingerprint: str = "", revision: int = PROTOCOL_REVISION) -> Hello:
-    return Hello(revision, instance, instance, fingerprint, (Mode.COUPLED,), 4)
-
-
-@dataclass
-class Running:
-    verifier: Verifier
-    allocator: BlockAllocator
-    runner: ModelRunner
-    stats: list[StepStats]
-    crashed: asyncio.Event
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not condition():  # noqa: ASYNC110 - the engine thread tells nobody when it has freed blocks
-                await asyncio.sleep(0.005)
-
-
-@asynccontextmanager
-async def running(max_queue: int = 4, max_running: int = 4, entropy: Callable[[], int] = lambda: 7) -> AsyncIterator[Running]:
-    allocator, runner = BlockAllocator(NUM_BLOCKS, 4), ModelRunner(TARGET, NUM_BLOCKS, 4)
-    limits = EngineLimits(SchedulerLimits(max_running, 64, 4), 8)
-    stats: list[StepStats] = []
-    crashed = asyncio.Event()
-    verifier = Verifier("finger", max_queue, max_running, time.monotonic, stats.append, lambda _: None, crashed.set)
-    verifier.start(
-        lambda tell, on_forward: Engine(
-            runner, allocator, TARGET.vocab_size, limits, "expanded", tell, time.monotonic, entropy, on_forward=on_forward
-        )
-    )
-    try:
-        yield Running(verifier, allocator, runner, stats, crashed)
-    finally:
-        await verifier.close()
-
-
-async def collect(verifier: Verifier, request: Request) -> list[int]:
-    token_ids: list[int] = []
-    async with verifier.open(request) as emissions:
-        async for emission in emissions:
-            token_ids.extend(emission.token_ids)
-    return token_ids
+from shared.errors import HandshakeRefused, InvalidRequest, Overloaded
+from shared.link import PROTOCOL_REVISION, Capacity, Proposal, ProposalBatch, Resync, StepBatch
+from tests.support.running_verifier import NUM_BLOCKS, ORACLE, Running, ask, collect, hello, running
+from verifier_service.request import FinishReason
 
 
 async def test_concurrent_requests_each_get_their_own_tokens():
@@ -223,89 +160,3 @@ async def test_a_drafter_that_sends_more_than_is_taken_is_left_and_the_request_g
             assert closed == ["the draft service sends more than is taken"]
         await service.until(lambda: service.verifier.drafters() == ())
         assert await collect(service.verifier, ask("r")) == ORACLE.tokens(ask("r"))
-
-
-async def test_a_request_that_cannot_be_taken_in_ends_with_an_error_and_the_engine_goes_on():
-    def fail_first() -> int:
-        if next(numbers) == 0:
-            raise RuntimeError("no entropy")
-        return 1
-
-    numbers = itertools.count()
-    async with running(entropy=fail_first) as service:
-        async with service.verifier.open(ask("r")) as emissions:
-            failed = [emission async for emission in emissions]
-        assert [type(emission.error) for emission in failed] == [EngineFailure]
-        assert failed[0].request_id == "r"
-        assert await collect(service.verifier, ask("s")) == ORACLE.tokens(ask("s"))
-        assert not service.crashed.is_set()
-
-
-async def test_a_frame_that_the_engine_cannot_deal_with_ends_its_link_alone():
-    async with running() as service:
-        closed: list[str] = []
-        bad = service.verifier.attach(hello("bad"), lambda batch: None, closed.append)
-        service.verifier.attach(hello("good"), lambda batch: None, lambda reason: closed.append("wrong one"))
-        service.verifier.receive(bad, ProposalBatch(1, 0.0, (Proposal([], 0, 0, (1,)),), False))  # no such number can be looked up
-        await service.until(lambda: len(service.verifier.drafters()) == 1)
-        await service.until(lambda: closed != [])
-        assert closed == ["the verifier could not deal with what this link has sent"]
-        assert [info.name for info in service.verifier.drafters()] == ["good"]
-        assert await collect(service.verifier, ask("r")) == ORACLE.tokens(ask("r"))
-
-
-async def test_a_step_that_fails_fails_who_was_in_it_and_the_engine_goes_on(monkeypatch):
-    async with running() as service:
-        forward = service.runner.forward
-
-        def fail_once(spans):
-            monkeypatch.setattr(service.runner, "forward", forward)
-            raise RuntimeError("the device is out of memory")
-
-        monkeypatch.setattr(service.runner, "forward", fail_once)
-        with structlog.testing.capture_logs() as lines:
-            async with service.verifier.open(ask("r")) as emissions:
-                failed = [emission async for emission in emissions]
-        assert isinstance(failed[-1].error, EngineFailure)
-        assert [line["request_ids"] for line in lines if line["event"] == "step failed"] == [["r"]]
-        assert await collect(service.verifier, ask("s")) == ORACLE.tokens(ask("s"))
-        assert service.allocator.num_free == NUM_BLOCKS
-
-
-async def test_what_was_computed_before_the_engine_died_still_arrives(monkeypatch):
-    async with running(max_running=24) as service, AsyncExitStack() as opened:
-        forward, all_are_there = service.runner.forward, threading.Event()
-        num_forwards = itertools.count()
-
-        def die_in_the_third(spans):
-            all_are_there.wait(60)
-            if next(num_forwards) == 2:
-                raise SystemExit
-            return forward(spans)
-
-        monkeypatch.setattr(service.runner, "forward", die_in_the_third)
-        asked = [replace(ask("r", 1), request_id=f"r{index}") for index in range(16)]
-        (dying,) = [thread for thread in threading.enumerate() if thread.name == "verifier-engine"]
-        unfinished = await opened.enter_async_context(service.verifier.open(ask("unfinished", 3)))
-        complete = [await opened.enter_async_context(service.verifier.open(request)) for request in asked]
-        all_are_there.set()
-        dying.join(60)  # the loop hears of all its steps and of its end at once
-        for emissions in complete:
-            assert [emission.finish async for emission in emissions] == [FinishReason.LENGTH]
-        assert isinstance([emission async for emission in unfinished][-1].error, EngineFailure)
-
-
-async def test_if_the_engine_dies_its_requests_end_with_an_error_and_new_ones_are_refused(monkeypatch):
-    async with running() as service:
-        async with service.verifier.open(ask("r", 200)) as emissions:
-            await anext(emissions)
-            monkeypatch.setattr(service.allocator, "release", None)  # the books are broken: nothing can be trusted any more
-            async with service.verifier.open(ask("s", 1)) as others:
-                ends = [emission async for emission in others]
-            assert isinstance(ends[-1].error, EngineFailure)
-            assert isinstance([emission async for emission in emissions][-1].error, EngineFailure)
-        await service.crashed.wait()
-        with pytest.raises(Unavailable) as refused:
-            async with service.verifier.open(ask("t")):
-                pass
-        assert refused.value.reason == "ENGINE_STALLED"

@@ -22,7 +22,7 @@ _MAX_PROBE_S = 60.0
 
 @dataclass(slots=True)
 class Pace:
-    """A running mean of times, in seconds, of which some are disturbed: measured while the verifier used the same cores.
+    """A running mean of times, in seconds, of which some are disturbed: the verifier used the same cores meanwhile, or a new text had to be read.
 
     Disturbed ones count for half, and only until there is an undisturbed one: a hopeful estimate is put to the test, a gloomy one never would be.
 

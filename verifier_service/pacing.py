@@ -46,7 +46,7 @@ class Pacing:
 
     def __init__(self, drafters: Drafters, window: int, max_draft_tokens: int, cost: StepCost) -> None:
         self._drafters = drafters
-        self._runs_ahead = window > max_draft_tokens  # drafters go on during a step
+        self.runs_ahead = window > max_draft_tokens
         self._max_draft_tokens = max_draft_tokens
         self._cost = cost
         self._exploration = Exploration()
@@ -59,11 +59,6 @@ class Pacing:
         self._may_wait_until = 0.0
         self._is_served = False
         self._decisions = Decisions()
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether drafters go on during a step: not where their window is a round, as on shared cores."""
-        return self._runs_ahead
 
     @property
     def cost(self) -> StepCost:
@@ -106,7 +101,7 @@ class Pacing:
     def committed(self, generation: Generation, drafter: Drafter, contradicted: bool, now: float) -> None:
         """Tokens were committed; `contradicted`: they were not those that the buffer had foreseen."""
         generation.committed_at = now
-        if contradicted or not self._runs_ahead:  # the drafter cannot go on before it hears of this
+        if contradicted or not self.runs_ahead:  # the drafter cannot go on before it hears of this
             generation.expected_at = now + (drafter.timing.turnaround_s or 0.0)
 
     def guesses_came(self, generation: Generation, drafter: Drafter, num_joined: int, now: float, overlapped: bool) -> None:
@@ -120,12 +115,12 @@ class Pacing:
 
     def guesses_missed(self, generation: Generation, drafter: Drafter) -> None:
         """Guesses came that contradict the text: their drafter starts over once it hears of the commit that says otherwise."""
-        if self._runs_ahead:
+        if self.runs_ahead:
             generation.expected_at = max(generation.expected_at, generation.committed_at + (drafter.timing.turnaround_s or 0.0))
 
     def is_disturbed(self, overlapped: bool) -> bool:
         """Whether what came while a step was computed was made on the cores of that step."""
-        return overlapped and not self._runs_ahead
+        return overlapped and not self.runs_ahead
 
     def wait_until(self, decoding: list[Generation], num_others: int, since: float, now: float) -> float:
         """Time until which the next step had better wait for guesses.
@@ -191,15 +186,15 @@ class Pacing:
 
     def _until(self, decoding: list[Generation], since: float) -> tuple[float, set[int]]:
         """When the next step had better start, and the links whose first guess it waits for."""
-        if self._runs_ahead and len(decoding) > MAX_GATHERED:
+        if self.runs_ahead and len(decoding) > MAX_GATHERED:
             return since, set()
         step_s = self._cost.seconds(len(decoding))
         waits = []
         for generation in decoding:
-            if not self._runs_ahead and len(generation.guesses) >= generation.granted:
+            if not self.runs_ahead and len(generation.guesses) >= generation.granted:
                 continue  # served, as nearly all of a batch are when this is asked; the rest of the rule is asked of those that are not
             wait = self._wait_of(generation, step_s, since, alone=len(decoding) == 1)
-            if wait is None and self._runs_ahead:
+            if wait is None and self.runs_ahead:
                 return since, set()  # a sequence that has nothing to wait for is not delayed
             if wait is not None:
                 waits.append(wait)
@@ -207,7 +202,7 @@ class Pacing:
         if not unserved:
             return since, set()
         until = max(wait.until for wait in unserved)
-        if self._runs_ahead:
+        if self.runs_ahead:
             until = min(until, since + step_s)
             if len(decoding) > 1:
                 rule = gathering(len(decoding), max(wait.turnaround_s for wait in unserved), step_s)
@@ -225,7 +220,7 @@ class Pacing:
         turnaround_s, gap_s = drafter.timing.turnaround_s, drafter.timing.gap_s
         pending, rate = len(generation.guesses), generation.acceptance.rate
         wanted = min(limit, generation.granted)
-        if self._runs_ahead:
+        if self.runs_ahead:
             useful = num_worth(self._lower(generation), self._least_worth(), limit)
             worth = num_worth_ahead(rate, gap_s, step_s, limit)
             if not alone:
@@ -235,7 +230,7 @@ class Pacing:
         served = _Wait(drafter.link, since, turnaround_s, has_none=False)
         if pending >= wanted or drafter.idle or generation.is_resting or drafter.vain_waits:
             return served
-        if self._runs_ahead and alone and not pending and not pays_to_wait(rate, generation.expected_at - since, gap_s, step_s, wanted, limit):
+        if self.runs_ahead and alone and not pending and not pays_to_wait(rate, generation.expected_at - since, gap_s, step_s, wanted, limit):
             return served
         slack = _SLACK if drafter.timing.turnaround.is_clean else _HOPEFUL_SLACK
         # The drafter may be at a guess of its old tail when it is told.

@@ -18,6 +18,7 @@ from client.up import children, free_ports, line_writer
 _GRACE_S = 30.0
 # The peer's prefix cache never finds a whole block in prompts this short; ours would, of prompts that come again.
 _SETTINGS = ("prefix-cache=off", "kv-blocks=1024", "log-level=warning")
+# What `outrider up` sets because two services share the cores.
 _FOR_TWO = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
