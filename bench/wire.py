@@ -1,6 +1,6 @@
 """Bytes on the link: what a commit and the guesses of a round take, for one sequence.
 
-    python -m bench.wire [--k 8] [--acceptance 0.8] [--rounds 4000] [--json FILE]
+    python -m bench.wire [--k 8] [--acceptance 0.8] [--rounds 4000] [--hidden-size 576] [--json FILE]
 
 Draws rounds of coupled mode (token ids over the whole vocabulary, long sequences, large numbers), turns them into the messages that really cross
 the link and counts their bytes. No service runs: a size is the same on every machine. A drafter sends guesses one by one, as it makes them, and
@@ -19,7 +19,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from shared.link import Commit, Proposal, ProposalBatch, StepBatch
+from shared.link import Commit, HiddenState, Proposal, ProposalBatch, StepBatch
 from shared.rpc.convert_link import to_speculate_request
 from shared.rpc.convert_step import to_speculate_responses
 
@@ -68,7 +68,9 @@ class Size:
     framing: float
 
 
-def measure(k: int, acceptance: float, num_rounds: int, batch_sizes: Sequence[int] = (1, 64), ranges: Ranges | None = None) -> list[Size]:
+def measure(
+    k: int, acceptance: float, num_rounds: int, batch_sizes: Sequence[int] = (1, 64), ranges: Ranges | None = None, hidden_size: int = 576
+) -> list[Size]:
     """Sizes of the messages of `num_rounds` rounds of `k` guesses.
 
     Args:
@@ -77,10 +79,13 @@ def measure(k: int, acceptance: float, num_rounds: int, batch_sizes: Sequence[in
         num_rounds: of one sequence.
         batch_sizes: sequences in one message.
         ranges: what is drawn from.
+        hidden_size: numbers of the hidden state that a commit brings to a speculator, in bfloat16.
     """
+    hidden = HiddenState("bfloat16", (hidden_size,), bytes(2 * hidden_size))
     rng, within = random.Random(k), ranges or Ranges()
     kinds: list[tuple[str, Callable[[int], list[int]]]] = [
-        ("commit", lambda count: [_commits(rng, within, k, acceptance, count)]),
+        ("commit", lambda count: _commits(rng, within, k, acceptance, count)),
+        ("commit, with a hidden state", lambda count: _commits(rng, within, k, acceptance, count, hidden)),
         ("proposal, one piece", lambda count: _proposals(rng, within, [k], count)),
         ("proposal, one by one", lambda count: _proposals(rng, within, [1] * k, count)),
     ]
@@ -100,15 +105,15 @@ def framing_bytes(message_bytes: int) -> int:
     return _LENGTH_PREFIX_BYTES + _FRAME_HEADER_BYTES * -(-framed // _FRAME_BYTES)
 
 
-def _commits(rng: random.Random, within: Ranges, k: int, acceptance: float, count: int) -> int:
-    """Size of one step's message."""
+def _commits(rng: random.Random, within: Ranges, k: int, acceptance: float, count: int, hidden: HiddenState | None = None) -> list[int]:
+    """Sizes of one step's messages: one, but for hidden states of many sequences."""
     commits = []
     for sequence in _sequences(rng, within, count):
         accepted = next((index for index in range(k) if rng.random() >= acceptance), k)
         window, rewind = _up_to(rng, within.window), rng.random() < 0.01
-        commits.append(Commit(sequence, _up_to(rng, within.max_length), accepted, _ids(rng, within, accepted + 1), window, rewind))
+        commits.append(Commit(sequence, _up_to(rng, within.max_length), accepted, _ids(rng, within, accepted + 1), window, rewind, hidden))
     messages = to_speculate_responses(StepBatch(_up_to(rng, within.max_step), commits=tuple(commits)))
-    return sum(message.ByteSize() for message in messages)
+    return [message.ByteSize() for message in messages]
 
 
 def _proposals(rng: random.Random, within: Ranges, pieces: Sequence[int], count: int) -> list[int]:
@@ -156,9 +161,10 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=8, help="guesses in a round")
     parser.add_argument("--acceptance", type=float, default=0.8, help="chance of each guess")
     parser.add_argument("--rounds", type=int, default=4000, help="rounds of one sequence")
+    parser.add_argument("--hidden-size", type=int, default=576, help="numbers of a hidden state: SmolLM2-135M has 576")
     parser.add_argument("--json", help="file for all figures")
     arguments = parser.parse_args()
-    sizes = measure(arguments.k, arguments.acceptance, arguments.rounds)
+    sizes = measure(arguments.k, arguments.acceptance, arguments.rounds, hidden_size=arguments.hidden_size)
     Console().print(_table(sizes, arguments.k))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({**vars(arguments), "sizes": [asdict(size) for size in sizes]}))

@@ -21,6 +21,24 @@ class DraftConfig(ServiceConfig):
     """Everything the draft service is told."""
 
     draft: DraftName = setting("", "Draft model. Without one, guesses are looked up in the text itself (n-grams).", DRAFTING, "none")
+    speculator: DraftName = setting(
+        "",
+        "MLP speculator: small layers that foresee a few tokens from what the target's head reads. It takes the place of a draft model.",
+        DRAFTING,
+        "none",
+    )
+    speculator_target: DraftName = setting(
+        "",
+        "Model whose embedding and head a speculator shares that has none of its own.",
+        DRAFTING,
+        "what the speculator's `config.json` names as `target`",
+    )
+    ngram_first: Literal["on", "off"] = setting(
+        "off",
+        "Look guesses up in the text before the draft model or the speculator is asked, which then makes those that are not found."
+        " Requests in rejection mode are not affected: there it would bias their text.",
+        DRAFTING,
+    )
     ngram_min: int = setting(2, "Shortest n-gram that is looked up.", DRAFTING, ge=1, le=16)
     ngram_max: int = setting(4, "Longest n-gram that is looked up; the longest match wins.", DRAFTING, ge=1, le=16)
     min_confidence: float = setting(
@@ -62,7 +80,16 @@ class DraftConfig(ServiceConfig):
             raise ValueError(f"must not be below ngram-min; it is {longest}, and ngram-min is {shortest}")
         return longest
 
+    @field_validator("speculator")
+    @classmethod
+    def _there_is_one_model(cls, speculator: str, info: ValidationInfo) -> str:
+        if speculator and info.data.get("draft"):
+            raise ValueError("cannot be given beside a draft model: one of them makes the guesses")
+        return speculator
+
     @property
-    def proposer(self) -> Literal["ngram", "model"]:
-        """What makes the guesses: `model` where a draft model is given."""
+    def proposer(self) -> Literal["ngram", "model", "speculator"]:
+        """What makes the guesses: lookup where neither a draft model nor a speculator is given."""
+        if self.speculator:
+            return "speculator"
         return "model" if self.draft else "ngram"

@@ -7,22 +7,16 @@ again what has changed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from draft_service.confidence import confidence
+from draft_service.guessing import guess
 from draft_service.proposer import CannotServe, Guess
 from draft_service.stats import ProposerStats
 from draft_service.tail import DraftSequence, count_matching
-from shared.drawing import invert, pad, to_wire
 from shared.engine.block_allocator import BlockAllocator
 from shared.engine.forward_batch import Span
 from shared.engine.model_runner import ModelRunner
 from shared.engine.sequence import Sequence as CachedSequence
 from shared.errors import OutOfBlocks
-from shared.noise import key_tensor, uniforms
-from shared.picking import finite_rows, pick_usable, process
-from shared.sampling import Mode, Pick
+from shared.sampling import Mode
 
 _READY = 8  # tokens: about as many as a commit leaves to be fed
 
@@ -51,6 +45,7 @@ class DraftModel:
             costs nothing. Drawn guesses are never doubted.
     """
 
+    kinds = ("model",)
     modes = (Mode.COUPLED, Mode.REJECTION)
 
     def __init__(
@@ -112,16 +107,14 @@ class DraftModel:
         self._count_forward(sizes)
 
         caught_up = [index for index, size, lacking in zip(able, sizes, missing, strict=True) if size == lacking]
-        guesses = self._guess(logits, [requests[index][0] for index in caught_up])
+        found = [requests[index][0] for index in caught_up]
+        guesses = guess(logits, [sequence.pick for sequence in found], [sequence.is_drawn for sequence in found], self._min_confidence)
         if len(able) > len(caught_up):
             for index in able:
                 answers[index] = None
-        for index, guess in zip(caught_up, guesses, strict=True):
-            if guess is None:
-                answers[index] = []
-                self.stats.unusable_rows += 1
-            else:
-                answers[index] = [guess]
+        for index, made in zip(caught_up, guesses, strict=True):
+            answers[index] = [made] if made is not None else []
+            self.stats.unusable_rows += made is None
         return answers
 
     def _align(self, sequence: DraftSequence) -> bool:
@@ -169,32 +162,6 @@ class DraftModel:
             spare -= more
         return sizes
 
-    def _guess(self, logits: Tensor, sequences: Sequence[DraftSequence]) -> list[Guess | None]:
-        """One guess per row, None where what the request's rules make of the logits is not finite.
-
-        Args:
-            logits: [num_sequences, draft vocabulary], which may be narrower or wider than the target's.
-            sequences: whose rows they are.
-        """
-        if not sequences:
-            return []
-        picks = [sequence.pick for sequence in sequences]
-        scores = process(logits, picks)
-        drawn = [row for row, sequence in enumerate(sequences) if sequence.is_drawn]
-        if not drawn:
-            return _pick(scores, picks, self._min_confidence)
-        if len(drawn) == len(picks):
-            return _draw(scores, picks)
-        picked = [row for row, sequence in enumerate(sequences) if not sequence.is_drawn]
-        guesses: list[Guess | None] = [None] * len(picks)
-        for rows, made in (
-            (picked, _pick(scores[picked], [picks[row] for row in picked], self._min_confidence)),
-            (drawn, _draw(scores[drawn], [picks[row] for row in drawn])),
-        ):
-            for row, guess in zip(rows, made, strict=True):
-                guesses[row] = guess
-        return guesses
-
     def _count_forward(self, sizes: Sequence[int]) -> None:
         self.stats.forwards += 1
         self.stats.fed_tokens += sum(sizes)
@@ -208,30 +175,3 @@ class DraftModel:
 def _span(kv: CachedSequence, size: int) -> Span:
     end = kv.kv_len + size
     return Span(kv.token_ids[kv.kv_len : end], kv.kv_len, kv.block_table, num_logits=int(end == len(kv.token_ids)))
-
-
-def _pick(scores: Tensor, picks: Sequence[Pick], min_confidence: float) -> list[Guess | None]:
-    """The best token of every row with the noise of its pick; None where the scores are not finite."""
-    # Everything crosses from the device at once: each crossing waits for all that was started before it.
-    columns = [pick_usable(scores, picks)]
-    if min_confidence > 0.0:
-        columns.append(confidence(scores, picks, columns[0]) < min_confidence)
-        ids, doubted = torch.stack(columns).tolist()
-        return [Guess(token_id, is_doubted=bool(is_doubted)) if token_id >= 0 else None for token_id, is_doubted in zip(ids, doubted, strict=True)]
-    return [Guess(token_id) if token_id >= 0 else None for token_id in columns[0].tolist()]
-
-
-def _draw(scores: Tensor, picks: Sequence[Pick]) -> list[Guess | None]:
-    """A draw from every row, with what it was drawn from; None where the scores are not finite."""
-    guesses: list[Guess | None] = [None] * len(picks)
-    usable = finite_rows(scores).nonzero()[:, 0].tolist()
-    if not usable:
-        return guesses
-    # Rounded to its wire form first, then drawn from: the ratio test needs the distribution that was really sampled.
-    distributions = to_wire(scores if len(usable) == len(picks) else scores[usable])
-    _, weights = pad(distributions)
-    drawn = [picks[row] for row in usable]
-    places = invert(weights, uniforms(key_tensor(pick.key for pick in drawn), torch.tensor([pick.position for pick in drawn])))
-    for row, distribution, place in zip(usable, distributions, places.tolist(), strict=True):
-        guesses[row] = Guess(distribution.token_ids[place], distribution)
-    return guesses

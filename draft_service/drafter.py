@@ -160,8 +160,9 @@ class Drafter:
             self._forget(commit.sequence)
             self._ask_again(commit.sequence)
             return
-        self.stats.guesses_matched += settlement.matched
-        self.stats.guesses_dropped += settlement.dropped
+        self.stats.guesses_matched.update(settlement.matched)
+        self.stats.guesses_dropped.update(settlement.dropped)
+        self.stats.guesses_refuted.update(settlement.refuted)
         if sequence.has_nothing_to_add:  # the doubted guess is still there
             self._resting[sequence.number] = None
         else:
@@ -191,9 +192,10 @@ class Drafter:
         proposals = []
         for (sequence, _), guesses in answers:
             if guesses:
-                proposals.append(_extend(sequence, guesses))
-                self.stats.guesses_sent += len(guesses)
-                self.stats.guesses_doubted += guesses[-1].is_doubted
+                maker = guesses[0].maker or self._proposer.kinds[0]
+                proposals.append(_extend(sequence, guesses, maker))
+                self.stats.guesses_sent[maker] += len(guesses)
+                self.stats.guesses_doubted[maker] += guesses[-1].is_doubted
             sequence.is_resting = guesses is not None and not guesses
             if sequence.has_nothing_to_add:
                 self._resting[sequence.number] = None
@@ -217,7 +219,7 @@ class Drafter:
                 self._proposer.close(sequence)
             except Exception:
                 self._note_failure("close")
-            self.stats.guesses_dropped += len(sequence.tail)
+            self.stats.guesses_dropped.update(sequence.makers)
             self.stats.sequences = len(self._sequences)
 
     def _note_failure(self, what: str) -> None:
@@ -241,10 +243,10 @@ class Drafter:
         self.stats.resyncs += 1
 
 
-def _extend(sequence: DraftSequence, guesses: Sequence[Guess]) -> Proposal:
+def _extend(sequence: DraftSequence, guesses: Sequence[Guess], maker: str) -> Proposal:
     start, digest = sequence.length, sequence.digest
     token_ids = tuple(guess.token_id for guess in guesses)
-    sequence.extend(token_ids, guesses[-1].is_doubted)
+    sequence.extend(token_ids, maker, guesses[-1].is_doubted)
     # Drawn guesses go with what they were drawn from, all or none: a proposer draws for a sequence or it does not.
     distributions = tuple(guess.distribution for guess in guesses if guess.distribution is not None)
     return Proposal(sequence.number, start, digest, token_ids, distributions)

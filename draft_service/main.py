@@ -10,6 +10,7 @@ import structlog
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from draft_service.composite import CompositeProposer
 from draft_service.config import DraftConfig
 from draft_service.draft_model import DraftModel
 from draft_service.drafter import Drafter
@@ -19,6 +20,7 @@ from draft_service.metrics import DraftMetrics
 from draft_service.ngram import NgramProposer
 from draft_service.proposer import Proposer
 from draft_service.servicer import SERVICE_NAME, DraftServicer
+from draft_service.speculator_loader import load_proposer
 from draft_service.stand_in import StandInProposer
 from shared import logs
 from shared.default_model import resolve
@@ -76,13 +78,22 @@ async def _serve(config: DraftConfig) -> None:
 
 
 def _load(config: DraftConfig) -> tuple[Proposer, str]:
-    """The proposer, and the fingerprint of its tokenizer; empty if it needs none."""
+    """The proposer, and the fingerprint of the tokenizer that it was made for; empty if it does with any."""
     if config.simulate:
         _log.warning("simulation: there is no model, and guesses are right by chance", simulate=config.simulate)
         return StandInProposer(parse_simulation(config.simulate)), stand_in_tokenizer().fingerprint
+    lookup = NgramProposer(config.ngram_min, config.ngram_max)
     if config.proposer == "ngram":
-        return NgramProposer(config.ngram_min, config.ngram_max), ""
+        return lookup, ""
+    proposer: Proposer
+    if config.proposer == "speculator":
+        proposer, fingerprint = load_proposer(config.speculator, config.speculator_target, config.dtype, config.threads, config.weights)
+    else:
+        proposer, fingerprint = _load_model(config)
+    return CompositeProposer(lookup, proposer) if config.ngram_first == "on" else proposer, fingerprint
 
+
+def _load_model(config: DraftConfig) -> tuple[Proposer, str]:
     def tell(fraction: float, what: str) -> None:
         _log.info("loading", draft=config.draft, done=f"{fraction:.0%}", now=what)
 
@@ -116,7 +127,7 @@ async def _serve_loaded(
     fingerprint: str,
 ) -> None:
     settle_interpreter()
-    metrics = DraftMetrics(registry)
+    metrics = DraftMetrics(registry, proposer.kinds)
     metrics.set_build_info(
         version=version("outrider"), protocol_revision=str(PROTOCOL_REVISION), proposer=proposer.name, tokenizer=fingerprint[:12] or "none"
     )
@@ -130,7 +141,8 @@ async def _serve_loaded(
 
     engine = DraftEngine(drafter, die, time.monotonic)
     token = config.link_token_file.read_text().strip() if config.link_token_file is not None else ""
-    hello = Hello(PROTOCOL_REVISION, config.instance_id, config.name, fingerprint, tuple(proposer.modes), config.capacity)
+    wants_hidden_state = config.proposer == "speculator"
+    hello = Hello(PROTOCOL_REVISION, config.instance_id, config.name, fingerprint, tuple(proposer.modes), config.capacity, wants_hidden_state)
 
     link_changed = asyncio.Event()
 

@@ -1,10 +1,11 @@
 """The draft service's Prometheus metrics, on a registry that is passed in. docs/metrics.md says what each one means.
 
 Fed with plain numbers: `DrafterStats`, which only grow, now and then, what the drafter tells of each step, on its thread, and what the link's client
-tells. Acceptance rates are not known here: what is scored is the verifier's choice, and only the verifier counts it.
+tells. Acceptance rates as users know them are not known here: what is scored is the verifier's choice, and only the verifier counts it. How often
+each proposer is right is: matched / (matched + refuted).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -20,11 +21,14 @@ _STEP_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 
 _FED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LINK_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
-_TOTALS = {  # of DrafterStats, then of its ProposerStats
+_GUESS_TOTALS = {  # of DrafterStats, by the proposer that made them
     "guesses_sent": "Guesses handed to the link.",
     "guesses_matched": "Of those, the ones that the target's tokens later equalled, scored or not.",
     "guesses_dropped": "Of those, the ones taken back: contradicted, rewound, or of a sequence that ended.",
+    "guesses_refuted": "Of those, the ones that the target's token differed from, all guesses before them being right.",
     "guesses_doubted": "Of those sent, the ones after which drafting stopped, because the draft was not sure enough of them.",
+}
+_TOTALS = {  # of DrafterStats, then of its ProposerStats
     "rests": "Times that a sequence had nothing to add before its next commit: after a doubted guess, or because there was none to be made.",
     "resyncs": "Sequences asked for anew, because this side had lost track.",
     "declines": "Sequences refused.",
@@ -43,9 +47,10 @@ class DraftMetrics:
 
     Args:
         registry: where they are registered.
+        makers: kinds of the proposers that make guesses here.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, makers: Sequence[str]) -> None:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"{_PREFIX}draft_{name}", text, registry=registry)
 
@@ -55,6 +60,8 @@ class DraftMetrics:
         )
         self._fed = Histogram(f"{_PREFIX}draft_forward_tokens", "Tokens of a call of the draft model.", buckets=_FED_TOKENS, registry=registry)
         self._totals = {name: counter(name, text) for name, text in (_TOTALS | _PROPOSER_TOTALS).items()}
+        by_maker = {name: Counter(f"{_PREFIX}draft_{name}", text, ("proposer",), registry=registry) for name, text in _GUESS_TOTALS.items()}
+        self._guesses = {(name, maker): total.labels(proposer=maker) for name, total in by_maker.items() for maker in makers}
         self._sequences = Gauge(f"{_PREFIX}draft_sequences", "Sequences drafted for.", registry=registry)
         blocks = Gauge(f"{_PREFIX}draft_kv_blocks", "KV blocks of the draft model, by state.", ("state",), registry=registry)
         self._blocks = {state: blocks.labels(state=state) for state in BLOCK_STATES}
@@ -65,7 +72,7 @@ class DraftMetrics:
         )
         reconnects = Counter(f"{_PREFIX}draft_reconnects", "Ends of the link that were followed by a new attempt.", ("reason",), registry=registry)
         self._reconnects = {reason: reconnects.labels(reason=reason) for reason in RECONNECT_REASONS}
-        self._seen: dict[str, int] = dict.fromkeys(self._totals, 0)
+        self._seen: dict[Counter, int] = {}
 
     def set_build_info(self, *, version: str, protocol_revision: str, proposer: str, tokenizer: str) -> None:
         """Tells what runs here, once; `tokenizer` is a fingerprint or its beginning."""
@@ -79,9 +86,11 @@ class DraftMetrics:
     def observe(self, stats: DrafterStats) -> None:
         """Takes the numbers as they stand; what has been added since the last call is counted."""
         for name in _TOTALS:
-            self._raise_to(name, getattr(stats, name))
+            self._raise_to(self._totals[name], getattr(stats, name))
         for name in _PROPOSER_TOTALS:
-            self._raise_to(name, getattr(stats.proposer, name))
+            self._raise_to(self._totals[name], getattr(stats.proposer, name))
+        for (name, maker), total in self._guesses.items():
+            self._raise_to(total, getattr(stats, name)[maker])
         self._sequences.set(stats.sequences)
         self._blocks["free"].set(stats.proposer.free_blocks)
         self._blocks["used"].set(stats.proposer.used_blocks)
@@ -104,6 +113,7 @@ class DraftMetrics:
         """Takes a heartbeat's round trip."""
         self._round_trip.observe(seconds)
 
-    def _raise_to(self, name: str, total: int) -> None:
-        self._totals[name].inc(max(0, total - self._seen[name]))
-        self._seen[name] = max(total, self._seen[name])
+    def _raise_to(self, counter: Counter, total: int) -> None:
+        seen = self._seen.get(counter, 0)
+        counter.inc(max(0, total - seen))
+        self._seen[counter] = max(total, seen)

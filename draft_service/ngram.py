@@ -80,6 +80,7 @@ class NgramProposer:
     """
 
     name = "ngram"
+    kinds = ("ngram",)
     modes = (Mode.COUPLED, Mode.REJECTION)
 
     def __init__(self, min_n: int = 2, max_n: int = 4) -> None:

@@ -35,11 +35,13 @@ class Guess:
         token_id: which.
         distribution: what it was really drawn from; None: it is a function of the text before it.
         is_doubted: it is so unlikely to be right that none should be made after it; only the last of a sequence's guesses may be.
+        maker: kind of the proposer that made it, where several take turns; empty: the only one.
     """
 
     token_id: int
     distribution: Distribution | None = None
     is_doubted: bool = False
+    maker: str = ""
 
 
 class Proposer(Protocol):
@@ -48,6 +50,11 @@ class Proposer(Protocol):
     @property
     def name(self) -> str:
         """What it is called in metrics and `GetInfo`: `ngram`, or the draft model's name."""
+        ...
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of proposers that make its guesses, for metrics: `ngram`, `model`, `speculator` or `stand-in`; one, unless several take turns."""
         ...
 
     @property

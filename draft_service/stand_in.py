@@ -22,6 +22,7 @@ class StandInProposer:
     """
 
     name = "stand-in"
+    kinds = ("stand-in",)
     modes = (Mode.COUPLED, Mode.REJECTION)
 
     def __init__(self, simulation: Simulation, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic) -> None:

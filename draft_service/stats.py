@@ -1,5 +1,6 @@
 """Plain numbers about a draft service's work. `draft_service.metrics` alone turns them into Prometheus series."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -31,9 +32,11 @@ class DrafterStats:
     Args:
         sequences: sequences drafted for now.
         steps: calls of the proposer.
-        guesses_sent: guesses handed to the link.
+        guesses_sent: guesses handed to the link; like the other counters of guesses, by the kind of the proposer that made them.
         guesses_matched: of those, the ones that the target's tokens later equalled, scored or not.
         guesses_dropped: of those, the ones taken back from the tail: contradicted, rewound, or of a sequence that ended.
+        guesses_refuted: of those, the ones that the target's token differed from, all guesses before them being right. What came after them was
+            never put to the test.
         guesses_doubted: of those sent, the ones after which drafting stopped, because the draft was less sure of them than it should be.
         rests: times that a sequence had nothing to add before the next commit, after such a guess or because there was none to be made.
         resyncs: new Begins asked for.
@@ -44,10 +47,11 @@ class DrafterStats:
 
     sequences: int = 0
     steps: int = 0
-    guesses_sent: int = 0
-    guesses_matched: int = 0
-    guesses_dropped: int = 0
-    guesses_doubted: int = 0
+    guesses_sent: Counter[str] = field(default_factory=Counter)
+    guesses_matched: Counter[str] = field(default_factory=Counter)
+    guesses_dropped: Counter[str] = field(default_factory=Counter)
+    guesses_refuted: Counter[str] = field(default_factory=Counter)
+    guesses_doubted: Counter[str] = field(default_factory=Counter)
     rests: int = 0
     resyncs: int = 0
     declines: int = 0

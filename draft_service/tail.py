@@ -4,11 +4,11 @@ It owns what is known of the text and its digest; it does not know how guesses a
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shared.digest import extend
 from shared.errors import OutriderError
-from shared.link import Begin, Commit
+from shared.link import Begin, Commit, HiddenState
 from shared.noise import derive_key, noise_key
 from shared.sampling import Mode, Pick, TokenRules
 
@@ -21,10 +21,17 @@ class LostTrack(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What a commit did to the tail: `matched` guesses became committed, `dropped` ones are gone."""
+    """What a commit did to the tail. Guesses are told by the kind of proposer that made them, in their order.
 
-    matched: int
-    dropped: int
+    Args:
+        matched: of guesses that became committed.
+        dropped: of guesses that are gone.
+        refuted: of the one among those that the target's own token differs from; what came after it was never put to the test.
+    """
+
+    matched: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    refuted: tuple[str, ...] = ()
 
 
 def count_matching(left: Sequence[int], right: Sequence[int]) -> int:
@@ -32,7 +39,7 @@ def count_matching(left: Sequence[int], right: Sequence[int]) -> int:
     limit = min(len(left), len(right))
     if left[:limit] == right[:limit]:
         return limit
-    return next(index for index in range(limit) if left[index] != right[index])
+    return next((index for index in range(limit) if left[index] != right[index]), limit)
 
 
 @dataclass(slots=True)
@@ -51,6 +58,8 @@ class DraftSequence:
         window: most tokens in the tail.
         committed: the target's tokens, prompt included.
         tail: guesses after them.
+        makers: of each of those, the kind of proposer that made it.
+        hidden: what the target's head read in the row that chose the last committed token, if the verifier has told.
         is_resting: the proposer has nothing to add until the next commit.
         is_drawn: its guesses are draws of their own, so what they were drawn from goes with them. Coupled guesses share the verifier's noise,
             greedy ones have none: both are functions of the text.
@@ -67,6 +76,8 @@ class DraftSequence:
     window: int
     committed: list[int]
     tail: list[int] = field(default_factory=list)
+    makers: list[str] = field(default_factory=list)
+    hidden: HiddenState | None = None
     is_resting: bool = False
     is_drawn: bool = field(init=False)
     pick: Pick = field(init=False)
@@ -92,7 +103,8 @@ class DraftSequence:
             max_length: no guess stands at this position or later.
         """
         rules = TokenRules(begin.sampling, begin.prompt_length, vocab_size, begin.suppressed_ids, begin.suppressed_until)
-        return cls(begin.sequence, begin.mode, rules, begin.draft_seed, max_length, begin.window, list(begin.token_ids))
+        committed = list(begin.token_ids)
+        return cls(begin.sequence, begin.mode, rules, begin.draft_seed, max_length, begin.window, committed, hidden=begin.hidden)
 
     @property
     def length(self) -> int:
@@ -117,15 +129,17 @@ class DraftSequence:
         num_committed = len(self.committed)
         return self.tail[position - num_committed :] if position >= num_committed else self.committed[position:] + self.tail
 
-    def extend(self, token_ids: Iterable[int], is_doubted: bool = False) -> None:
+    def extend(self, token_ids: Iterable[int], maker: str = "", is_doubted: bool = False) -> None:
         """Adds guesses that are about to be sent.
 
         Args:
             token_ids: the guesses.
+            maker: kind of the proposer that made them.
             is_doubted: the last of them is so unlikely that none is added after it, until it is committed or gone.
         """
         added = list(token_ids)
         self.tail += added
+        self.makers += [maker] * len(added)
         self.digest = extend(self.digest, added)
         # In rejection mode a stop that depends on a drawn token makes what comes after it, or comes late, depend on it too. That is biased.
         self._is_last_doubted = is_doubted and self.mode is Mode.COUPLED
@@ -146,34 +160,38 @@ class DraftSequence:
         if tuple(self.committed[commit.base_length : commit.base_length + len(commit.token_ids)]) != commit.token_ids[:overlap]:
             raise LostTrack(f"sequence {self.number}: a commit at {commit.base_length} contradicts earlier ones")
         if len(commit.token_ids) < overlap:
-            return Settlement(0, 0)
+            return Settlement()
         self.window, self.is_resting = commit.window, False
+        self.hidden = commit.hidden  # that of the length that the text has now
         settlement = self._append(list(commit.token_ids[overlap:]))
         if not commit.rewind:
             return settlement
-        return Settlement(settlement.matched, settlement.dropped + self._rewind())
+        return replace(settlement, dropped=settlement.dropped + self._rewind())
 
     def _append(self, added: list[int]) -> Settlement:
-        matched = count_matching(self.tail, added)
+        num_matched = count_matching(self.tail, added)
+        matched = tuple(self.makers[:num_matched])
         self.committed += added
         self._committed_digest = extend(self._committed_digest, added)
-        if matched == len(added):
+        if num_matched == len(added):
             # The text has not changed, nor has the digest of its end.
-            del self.tail[:matched]
-            return Settlement(matched, 0)
+            del self.tail[:num_matched], self.makers[:num_matched]
+            return Settlement(matched)
         # A tail that was shorter than the commit and agreed with it has been used up, not contradicted.
-        return Settlement(matched, self._cut(matched))
+        dropped = self._cut(num_matched)
+        return Settlement(matched, dropped, dropped[:1])
 
-    def _rewind(self) -> int:
+    def _rewind(self) -> tuple[str, ...]:
         self._num_rewinds += 1
         self.pick = self._new_pick()
         return self._cut(0)
 
-    def _cut(self, num_settled: int) -> int:
-        """Empties the tail, whose first `num_settled` guesses are committed by now; returns how many are lost."""
-        dropped = len(self.tail) - num_settled
-        self.num_cuts += dropped > 0
+    def _cut(self, num_settled: int) -> tuple[str, ...]:
+        """Empties the tail, whose first `num_settled` guesses are committed by now; returns the makers of those that are lost."""
+        dropped = tuple(self.makers[num_settled:])
+        self.num_cuts += bool(dropped)
         self.tail.clear()
+        self.makers.clear()
         self.digest = self._committed_digest
         return dropped
 

@@ -17,6 +17,21 @@ BEGIN_PIECE_TOKENS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenState:
+    """What the target's head read in the row that chose the last committed token, position `length - 2`: see `HiddenState` in link.proto.
+
+    Args:
+        dtype: `float64`, `float32` or `bfloat16`.
+        shape: of the numbers; a single vector.
+        data: the numbers, little-endian.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """A draft service introduces itself. An empty fingerprint means that its proposer needs no tokenizer."""
 
@@ -26,16 +41,18 @@ class Hello:
     tokenizer_fingerprint: str
     modes: tuple[Mode, ...]
     capacity: int
+    wants_hidden_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The verifier accepts a draft service and tells its limits."""
+    """The verifier accepts a draft service and tells its limits; a `hidden_size` of 0: it has no hidden states to give."""
 
     vocab_size: int
     max_proposal_tokens: int
     max_distribution_pairs: int
     max_model_len: int
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,7 @@ class Begin:
     window: int
     suppressed_ids: tuple[int, ...] = ()
     suppressed_until: int = 0
+    hidden: HiddenState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +81,7 @@ class Commit:
     token_ids: tuple[int, ...]
     window: int
     rewind: bool = False
+    hidden: HiddenState | None = None
 
 
 class EndReason(enum.Enum):

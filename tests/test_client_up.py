@@ -172,6 +172,11 @@ def test_what_is_set_wins_over_what_up_would_choose() -> None:
     )
 
 
+def test_a_draft_model_and_a_speculator_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="--speculator: cannot be given beside a draft model"):
+        plan([], ["--draft", "a", "--speculator", "b"])
+
+
 def test_every_mistake_in_either_service_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         plan([], [], ["block-size=0", "draft.nope=1", "nope", "quux=1", "draft.ngram-max=99"])

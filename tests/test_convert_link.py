@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from shared.link import (
     Goodbye,
     Heartbeat,
     Hello,
+    HiddenState,
     Proposal,
     ProposalBatch,
     Resync,
@@ -52,7 +54,16 @@ def _proposals(draw: st.DrawFn) -> Proposal:
 
 
 _from_drafter: st.SearchStrategy[FromDrafter] = st.one_of(
-    st.builds(Hello, _uint32, st.just("i" * 128), st.just("n"), st.just("ab" * 32), st.sampled_from([(), (Mode.COUPLED, Mode.REJECTION)]), _uint32),
+    st.builds(
+        Hello,
+        _uint32,
+        st.just("i" * 128),
+        st.just("n"),
+        st.just("ab" * 32),
+        st.sampled_from([(), (Mode.COUPLED, Mode.REJECTION)]),
+        _uint32,
+        st.booleans(),
+    ),
     st.builds(
         ProposalBatch,
         _uint64,
@@ -68,6 +79,7 @@ _from_drafter: st.SearchStrategy[FromDrafter] = st.one_of(
     st.builds(Goodbye, st.just("bye")),
 )
 
+_hidden_states = st.none() | st.binary(min_size=1, max_size=9).map(lambda data: HiddenState("bfloat16", (len(data),), data * 2))
 _begins = st.builds(
     Begin,
     sequence=_uint64,
@@ -79,11 +91,12 @@ _begins = st.builds(
     window=_uint32,
     suppressed_ids=_token_ids,
     suppressed_until=_uint32,
+    hidden=_hidden_states,
 )
-_commits = st.builds(Commit, _uint64, _uint32, _uint32, _token_ids, _uint32, st.booleans())
+_commits = st.builds(Commit, _uint64, _uint32, _uint32, _token_ids, _uint32, st.booleans(), _hidden_states)
 _ends = st.builds(End, _uint64, st.sampled_from(EndReason))
 _from_verifier: st.SearchStrategy[FromVerifier] = st.one_of(
-    st.builds(Welcome, _uint32, _uint32, _uint32, _uint32),
+    st.builds(Welcome, _uint32, _uint32, _uint32, _uint32, _uint32),
     st.builds(
         StepBatch,
         _uint64,
@@ -241,3 +254,36 @@ def test_a_commit_of_up_to_eight_tokens_has_at_most_64_bytes(token_ids: list[int
 def test_a_coupled_proposal_of_eight_tokens_has_at_most_100_bytes(token_ids: list[int], start: int, digest: int, sequence: int) -> None:
     batch = ProposalBatch(10**6, 0.05, (Proposal(sequence, start, digest, tuple(token_ids)),), idle=True)
     assert to_speculate_request(batch).ByteSize() <= 100
+
+
+def _hidden(dtype: str = "bfloat16", shape: tuple[int, ...] = (3,), num_bytes: int = 6) -> HiddenState:
+    return HiddenState(dtype, shape, bytes(range(num_bytes)))
+
+
+def test_hidden_states_cross_with_begins_and_commits() -> None:
+    begin = replace(_begin(70_000), hidden=_hidden("float32", (3,), 12))
+    batch = StepBatch(3, (begin,), (Commit(2, 5, 0, (1,), 4, hidden=_hidden()), Commit(3, 5, 0, (1,), 4)))
+    joiner = PieceJoiner(max_model_len=1 << 20)
+    assert [joiner.parse(message) for message in to_speculate_responses(batch)] == [batch]
+
+
+def test_many_hidden_states_are_spread_over_messages() -> None:
+    hidden = HiddenState("bfloat16", (8192,), bytes(16_384))
+    commits = tuple(Commit(number, 5, 0, (1,), 4, hidden=hidden) for number in range(1000))
+    batch = StepBatch(3, (), commits, (End(5000, EndReason.FINISHED),))
+    messages = list(to_speculate_responses(batch))
+    assert len(messages) > 1
+    assert max(message.ByteSize() for message in messages) < 5 << 20
+    parts = [PieceJoiner(10).parse(message) for message in messages]
+    assert tuple(itertools.chain.from_iterable(part.commits for part in parts if isinstance(part, StepBatch))) == commits
+    assert [len(part.ends) for part in parts if isinstance(part, StepBatch)] == [0] * (len(parts) - 1) + [1]
+
+
+@pytest.mark.parametrize(
+    "hidden", [_hidden("int8", (3,), 3), _hidden("bfloat16", (3,), 5), _hidden("float32", (), 0), _hidden("float64", (1 << 20, 1 << 20), 8)]
+)
+def test_a_hidden_state_whose_bytes_do_not_fit_its_shape_is_refused(hidden: HiddenState) -> None:
+    [message] = to_speculate_responses(StepBatch(3, (), (Commit(2, 5, 0, (1,), 4, hidden=hidden),)))
+    with pytest.raises(MalformedFrame) as caught:
+        PieceJoiner(10).parse(message)
+    assert caught.value.tag == "bad_shape"

@@ -36,7 +36,7 @@ def test_a_commit_that_agrees_makes_room_and_nothing_is_sent_again():
     run(drafter)
     drafter.apply(StepBatch(2, commits=(commit(1, 3, (4, 5)),)))
     assert [(proposal.start, proposal.token_ids) for proposal in proposals_of(run(drafter))] == [(7, (8,)), (8, (9,))]
-    assert (drafter.stats.guesses_sent, drafter.stats.guesses_matched, drafter.stats.guesses_dropped) == (6, 2, 0)
+    assert (drafter.stats.guesses_sent, drafter.stats.guesses_matched, drafter.stats.guesses_dropped) == ({"rule": 6}, {"rule": 2}, {})
 
 
 def test_at_the_first_difference_the_whole_tail_goes():
@@ -46,7 +46,8 @@ def test_at_the_first_difference_the_whole_tail_goes():
     drafter.apply(StepBatch(2, commits=(commit(1, 3, (4, 50)),)))
     (batch, *_) = drafter.step()
     assert batch.proposals == (Proposal(1, 5, extend(0, [1, 2, 3, 4, 50]), (51,)),)
-    assert (drafter.stats.guesses_matched, drafter.stats.guesses_dropped) == (1, 3)
+    assert (drafter.stats.guesses_matched, drafter.stats.guesses_dropped) == ({"rule": 1}, {"rule": 3})
+    assert drafter.stats.guesses_refuted == {"rule": 1}, "what came after the first difference was never put to the test"
 
 
 def test_a_commit_beyond_the_tail_is_taken_whole():
@@ -55,7 +56,7 @@ def test_a_commit_beyond_the_tail_is_taken_whole():
     run(drafter)
     drafter.apply(StepBatch(2, commits=(commit(1, 3, (4, 5, 6), window=1),)))
     assert proposals_of(run(drafter)) == [Proposal(1, 6, extend(0, [1, 2, 3, 4, 5, 6]), (7,))]
-    assert drafter.stats.guesses_dropped == 0
+    assert drafter.stats.guesses_dropped.total() == drafter.stats.guesses_refuted.total() == 0
 
 
 def test_a_repeated_commit_changes_nothing_and_a_merged_one_gives_its_new_part():

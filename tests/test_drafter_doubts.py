@@ -21,7 +21,7 @@ def test_after_a_doubted_guess_a_sequence_rests_while_others_go_on_and_the_verif
     frames = run(drafter)
     assert [[proposal.token_ids for proposal in frame.proposals] for frame in frames] == [[(4,), (7,)], [(5,), (8,)], [(9,)], [(10,)]]
     assert [(frame.resting, frame.idle) for frame in frames] == [((), False), ((1,), False), ((), False), ((), True)]
-    assert (drafter.stats.guesses_doubted, drafter.stats.rests) == (1, 1)
+    assert (drafter.stats.guesses_doubted.total(), drafter.stats.rests) == (1, 1)
 
 
 def test_a_commit_that_leaves_the_doubted_guess_is_answered_by_the_same_word_without_asking_the_proposer():

@@ -116,7 +116,8 @@ class DrafterMachine(RuleBasedStateMachine):
         stats = self.drafter.stats
         pending = sum(len(mirror.guesses) for mirror in self.mirrors.values())
         assert stats.sequences == len(self.mirrors)
-        assert stats.guesses_sent == stats.guesses_matched + stats.guesses_dropped + pending
+        assert stats.guesses_sent.total() == stats.guesses_matched.total() + stats.guesses_dropped.total() + pending
+        assert stats.guesses_refuted.total() <= stats.guesses_dropped.total()
 
     def teardown(self):
         if hasattr(self, "drafter"):

@@ -5,27 +5,31 @@ Everything is float64 and compared token for token with `tests.support.oracle`, 
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from draft_service.composite import CompositeProposer
 from draft_service.draft_model import DraftModel
 from draft_service.drafter import Drafter
 from draft_service.ngram import NgramProposer
 from draft_service.proposer import Proposer
+from draft_service.speculator import SpeculatorProposer
 from shared.engine.block_allocator import BlockAllocator
 from shared.sampling import Mode, SamplingParams
 from tests.support.kv_oracle import assert_kv_matches_fresh_prefill
 from tests.support.liars import GarbageDrafter, LyingProposer
 from tests.support.oracle import PlainDecoder
 from tests.support.tiny_models import noisy_copy, tiny_llama
+from tests.support.tiny_speculators import trained_speculator
 from tests.support.virtual_pair import Carrier, Clock, DrafterLike, Host, TimedRunner, VirtualPair, delay
 from verifier_service.request import FinishReason, Request, Stopping
 
 TARGET = tiny_llama()
+SPECULATOR = trained_speculator(TARGET)
 NOISY = noisy_copy(TARGET, 0.05, seed=1)
 ORACLE = PlainDecoder(TARGET)
 BLOCK_SIZE = 4
@@ -50,11 +54,14 @@ def make_drafter(kind: str, seed: int = 0, step_s: float = 0.002, num_blocks: in
         runner = TimedRunner(loaded, num_blocks, BLOCK_SIZE, clock, step_s)
         return DraftModel(runner, BlockAllocator(num_blocks, BLOCK_SIZE), max_step_tokens=16, min_confidence=min_confidence)
 
-    proposers = {
+    proposers: dict[str, Callable[[], Proposer]] = {
         "perfect": lambda: model(TARGET),
         "noisy": lambda: model(NOISY),
         "doubting": lambda: model(NOISY, min_confidence=0.7),
         "ngram": lambda: NgramProposer(2, 4),
+        "speculator": lambda: SpeculatorProposer(SPECULATOR, "tiny"),
+        "ngram+model": lambda: CompositeProposer(NgramProposer(2, 4), model(NOISY)),
+        "ngram+speculator": lambda: CompositeProposer(NgramProposer(2, 4), SpeculatorProposer(SPECULATOR, "tiny")),
         "lying": lambda: LyingProposer(model(TARGET), 0.35, TARGET.vocab_size, seed),
         "random": lambda: LyingProposer(model(TARGET), 1.0, TARGET.vocab_size * 2, seed),
     }
@@ -88,7 +95,9 @@ class DrafterPlan:
 
 drafter_plans = st.builds(
     DrafterPlan,
-    kind=st.sampled_from(["lying", "noisy", "perfect", "lying", "doubting", "ngram", "random", "garbage"]),
+    kind=st.sampled_from(
+        ["lying", "noisy", "perfect", "lying", "doubting", "ngram", "speculator", "ngram+model", "ngram+speculator", "random", "garbage"]
+    ),
     seed=st.integers(0, 2**32),
     delay_s=st.sampled_from([0.0001, 0.002, 0.002, 0.02, 0.2]),
     loss=st.sampled_from([0.0, 0.0, 0.0, 0.1]),
@@ -120,7 +129,8 @@ def attach(pair: VirtualPair, plan: DrafterPlan) -> Host:
     drafter, clock = make_drafter(plan.kind, plan.seed, plan.step_s)
     is_flaky = plan.loss or plan.jitter_s
     there, back = (flaky(plan.seed + side, plan.loss, plan.loss, plan.jitter_s) if is_flaky else delay(plan.delay_s) for side in (0, 1))
-    host = pair.attach(drafter, clock, name=plan.kind, to_drafter=there, to_verifier=back)
+    asks = plan.kind.endswith("speculator")
+    host = pair.attach(drafter, clock, name=plan.kind, wants_hidden_state=asks, to_drafter=there, to_verifier=back)
     if plan.killed_at is not None:
         pair.at(plan.killed_at, lambda: pair.kill(host))
     if plan.frozen_at is not None:
@@ -231,7 +241,7 @@ def test_after_forced_rejections_a_draft_equal_to_the_target_is_right_again(samp
     assert model.stats.used_blocks == 0
 
 
-@pytest.mark.parametrize("kind", ["perfect", "noisy", "doubting", "lying", "ngram"])
+@pytest.mark.parametrize("kind", ["perfect", "noisy", "doubting", "lying", "ngram", "speculator", "ngram+model", "ngram+speculator"])
 def test_output_does_not_depend_on_the_company(kind):
     """Alone, in a batch, in another place of the batch, with other seeds beside it."""
     request = Request("it", (9, 8, 7, 9, 8), SamplingParams(temperature=0.8), Stopping(24), seed=11, max_draft_tokens=4)

@@ -164,15 +164,20 @@ def test_unknown_reasons_of_links_are_added_up_as_other() -> None:
 
 def test_totals_of_a_drafter_become_increments() -> None:
     metrics, scrape = drafter()
-    stats = DrafterStats(sequences=3, steps=2, guesses_sent=8, guesses_matched=5, guesses_dropped=1, resyncs=1, declines=2)
-    stats.guesses_doubted, stats.rests = 2, 3
+    stats = DrafterStats(sequences=3, steps=2, resyncs=1, declines=2, rests=3)
+    for counter, total in ((stats.guesses_sent, 8), (stats.guesses_matched, 5), (stats.guesses_dropped, 2), (stats.guesses_doubted, 2)):
+        counter["model"] = total
+    stats.guesses_sent["ngram"] = 4
+    stats.guesses_refuted["model"] = 1
     stats.proposer.catch_up_tokens = 40
     stats.proposer.free_blocks, stats.proposer.used_blocks = 6, 4
     metrics.observe(stats)
     metrics.observe(stats)
-    stats.guesses_sent = 9
+    stats.guesses_sent["model"] = 9
     metrics.observe(stats)
-    assert [scrape(f"draft_guesses_{what}_total") for what in ("sent", "matched", "dropped", "doubted")] == [9, 5, 1, 2]
+    of_model = [scrape(f"draft_guesses_{what}_total", proposer="model") for what in ("sent", "matched", "dropped", "refuted", "doubted")]
+    assert of_model == [9, 5, 2, 1, 2]
+    assert [scrape(f"draft_guesses_{what}_total", proposer="ngram") for what in ("sent", "matched")] == [4, 0]
     assert scrape("draft_rests_total") == 3
     assert (scrape("draft_resyncs_total"), scrape("draft_declines_total"), scrape("draft_catch_up_tokens_total")) == (1, 2, 40)
     assert (scrape("draft_sequences"), scrape("draft_kv_blocks", state="free"), scrape("draft_kv_blocks", state="used")) == (3, 6, 4)

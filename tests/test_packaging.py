@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.default_model import DEFAULT_SPECULATOR
 from tools.gen_protos import PROTOS, drift
 
 ROOT = PROTOS.parent
@@ -44,7 +45,13 @@ def test_the_wheel_holds_every_package_its_types_and_the_protos_and_nothing_else
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert {str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*") if path.suffix in {".proto", ".py", ".pyi"}} <= names
+    assert {f"draft_service/speculators/{DEFAULT_SPECULATOR}/{name}" for name in ("config.json", "model.safetensors", "README.md")} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_speculator_that_is_shipped_is_small() -> None:
+    files = (ROOT / "draft_service" / "speculators").rglob("*")
+    assert 1_000_000 < sum(file.stat().st_size for file in files if file.is_file()) < 20_000_000
 
 
 def test_the_installed_wheel_imports_without_the_checkout(wheel: Path, tmp_path: Path) -> None:

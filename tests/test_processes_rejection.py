@@ -1,8 +1,8 @@
 """Invariant 6 through the wire: in rejection mode the joint law of the first three tokens is the target's.
 
-A real verifier and a real draft service whose model is another one, 20,000 requests with the seeds 0..N-1. Each goes on for a few tokens, so
-that guesses for the first three are there; nothing is selected by what came. What the services draw in this mode is private and new in every
-run: ALPHA is the rate of false alarms.
+A real verifier and a real draft service, whose guesses come of another model, or of a speculator with lookup switched on: 20,000 requests
+with the seeds 0..N-1. Each goes on for a few tokens, so that guesses for the first three are there; nothing is selected by what came. What the
+services draw in this mode is private and new in every run: ALPHA is the rate of false alarms.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from scipy import stats
 from shared.engine.model_loader import load
 from tests.support.model_dir import save_small_vocabulary
 from tests.support.processes import DEADLINE_S, Services, VerifierProcess
+from tests.support.tiny_speculators import save_speculator, trained_speculator
 
 NUM_REQUESTS = 20_000
 CONCURRENCY = 192
@@ -66,13 +67,19 @@ def logs(services: Services) -> Iterator[None]:
     services.show()
 
 
-@pytest.fixture(scope="module")
-def outcome(services: Services, models: tuple[Path, Path]) -> Outcome:
+@pytest.fixture(scope="module", params=["model", "speculator"])
+def outcome(request: pytest.FixtureRequest, services: Services, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     target, draft = models
+    if request.param == "speculator":
+        speculator = trained_speculator(load(str(target), "float64"))
+        directory = save_speculator(speculator, tmp_path_factory.mktemp("speculator"))
+        flags: tuple[str, ...] = ("--speculator", str(directory), "--ngram-first", "on")
+    else:
+        flags = ("--draft", str(draft))
     verifier = services.launch_large_verifier(
         target, "--max-num-seqs", str(CONCURRENCY), "--max-draft-tokens", "3", "--window", "6", seconds=0.06
     ).serving()
-    services.launch_draft(verifier.address, verifier.link, "--capacity", str(CONCURRENCY), draft=draft).attached()
+    services.launch_draft(verifier.address, verifier.link, "--capacity", str(CONCURRENCY), *flags).attached()
     return asyncio.run(run_all(verifier))
 
 

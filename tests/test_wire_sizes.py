@@ -23,6 +23,8 @@ def test_a_commit_and_eight_guesses_in_one_message_keep_to_their_bytes_on_the_li
     for num_sequences in (1, 64):
         assert sizes["commit", num_sequences].worst <= MAX_COMMIT_BYTES
         assert sizes["proposal, one piece", num_sequences].worst <= MAX_PROPOSAL_BYTES
+        more = sizes["commit, with a hidden state", num_sequences].mean - sizes["commit", num_sequences].mean
+        assert 2 * 576 < more < 2 * 576 + 32, "the numbers, their type and shape, and little else"
 
 
 def test_a_drafter_sends_its_guesses_one_by_one_and_that_row_says_what_they_take() -> None:

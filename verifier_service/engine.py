@@ -171,7 +171,7 @@ class Engine:
 
     def _score(self, plan: Sequence[Scheduled]) -> list[Scores]:
         try:
-            return self._scoring.score(plan) if plan else []
+            return self._scoring.score(plan, self.speculation.wants_hidden_states) if plan else []
         except Exception:  # the step's boundary: a fault in the model fails who was in the step, never the engine
             _log.exception("step failed", request_ids=[part.generation.request.request_id for part in plan])
             return [EngineFailure("the step failed")] * len(plan)
@@ -200,6 +200,7 @@ class Engine:
         drafted = min(part.num_guesses, num_kept) if stop is not None else part.num_guesses
         overlapped = any(generation.guesses.overlapped[: part.num_guesses])
         generation.committed.extend(token_ids)
+        generation.hidden = verdict.hidden
         # Setting the length is the whole rollback: KV beyond it is overwritten before anything reads it.
         generation.sequence.kv_len = generation.num_sound = base_length + min(verdict.accepted, num_kept - 1)
         if part.num_guesses:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from shared.engine.sequence import Sequence
+from shared.link import HiddenState
 from shared.noise import derive_key, noise_key
 from shared.sampling import Mode, Pick, TokenRules
 from verifier_service.acceptance import Acceptance
@@ -42,6 +43,7 @@ class Generation:
         expected_at: when the next guess is due.
         granted: the window that its drafter was granted last.
         tried_at: number of the step that last scored a guess of it.
+        hidden: what the target's head read in the row that chose the last committed token; None where that is not known.
     """
 
     number: int
@@ -70,6 +72,7 @@ class Generation:
     expected_at: float = 0.0
     granted: int = 0
     tried_at: int = 0
+    hidden: HiddenState | None = None
 
     @property
     def committed(self) -> list[int]:

@@ -193,7 +193,7 @@ async def _serve_loaded(
 
     door, link_door = doors
     servicer = VerifierServicer(verifier, tokenizer, frozenset(pool.model.eos_token_ids), describe, metrics, lambda: secrets.randbits(64))
-    welcome = Welcome(vocab_size, MAX_PROPOSAL_TOKENS, MAX_DISTRIBUTION_PAIRS, pool.max_model_len)
+    welcome = Welcome(vocab_size, MAX_PROPOSAL_TOKENS, MAX_DISTRIBUTION_PAIRS, pool.max_model_len, pool.model.hidden_size)
     link_servicer = LinkServicer(verifier, welcome, on_bytes=metrics.count_link_bytes)
     servicer.serve_on(door)
     link_servicer.serve_on(link_door)

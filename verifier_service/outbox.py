@@ -15,8 +15,8 @@ _BYTES_PER_ENTRY = 64
 class Outbox:
     """Steps that a link has not taken yet, as one: at most one pending Begin, Commit and End per sequence.
 
-    A commit joins the pending one: base of the first, tokens of both, accepted summed, window of the last, rewind if either. A Begin makes
-    all that was pending of its sequence void. An End too, and it is not sent at all for a sequence that the other side has never met.
+    A commit joins the pending one: base of the first, tokens of both, accepted summed, window and hidden state of the last, rewind if either.
+    A Begin makes all that was pending of its sequence void. An End too, and it is not sent at all for a sequence that the other side has never met.
 
     Args:
         max_bytes: beyond this estimate of its size the outbox has overflowed: it forgets everything and takes nothing more, since
@@ -113,5 +113,9 @@ def _size(entry: Begin | Commit | End) -> int:
         return _BYTES_PER_ENTRY
     if isinstance(entry, Begin):
         bias_bytes = 16 * len(entry.sampling.logit_bias) + _BYTES_PER_TOKEN * len(entry.suppressed_ids)
-        return 2 * _BYTES_PER_ENTRY + _BYTES_PER_TOKEN * len(entry.token_ids) + bias_bytes
-    return _BYTES_PER_ENTRY + _BYTES_PER_TOKEN * len(entry.token_ids)
+        return 2 * _BYTES_PER_ENTRY + _BYTES_PER_TOKEN * len(entry.token_ids) + bias_bytes + _hidden_bytes(entry)
+    return _BYTES_PER_ENTRY + _BYTES_PER_TOKEN * len(entry.token_ids) + _hidden_bytes(entry)
+
+
+def _hidden_bytes(entry: Begin | Commit) -> int:
+    return len(entry.hidden.data) if entry.hidden is not None else 0

@@ -1,16 +1,20 @@
 """From a step's plan to its verdicts: expand, one forward, contract, verify. It knows no links and commits nothing."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from shared.engine.forward_batch import Span
+from shared.engine.head_input import head_input
 from shared.engine.model_runner import ModelRunner
 from shared.errors import EngineFailure
+from shared.hidden import to_wire
 from shared.picking import finite_rows, pick_usable, probabilities, process
 from shared.sampling import Pick
 from verifier_service.coupled import verify_coupled
-from verifier_service.expansion import ABSENT_ID, ABSENT_PROBABILITY, Expansion, Scored, Scorer, contract, expand
+from verifier_service.expansion import ABSENT_HIDDEN, ABSENT_ID, ABSENT_PROBABILITY, Expansion, Scored, Scorer, contract, expand
 from verifier_service.rejection import Tested, verify_rejection
 from verifier_service.scheduler import Scheduled
 from verifier_service.verdict import Verdict
@@ -35,8 +39,12 @@ class Scoring:
         self._scorer = scorer
 
     @torch.inference_mode()
-    def score(self, plan: Sequence[Scheduled]) -> list[Scores]:
+    def score(self, plan: Sequence[Scheduled], with_hidden: bool = False) -> list[Scores]:
         """Runs a step's tokens in one forward pass.
+
+        Args:
+            plan: at least one part.
+            with_hidden: verdicts are to have hidden states, if the model has any to give.
 
         Returns:
             Per part of the plan: its verdict; None for a chunk that does not reach the last committed token; a failure if there is nothing
@@ -45,7 +53,7 @@ class Scoring:
         expansion = expand([_scored(part) for part in plan], self._vocab_size, self._scorer)
         picks = [pick for part in plan if part.is_terminal for pick in part.generation.picks(part.num_guesses)]
         self._on_forward()
-        logits = self._runner.forward(expansion.spans)
+        logits, hidden = self._forward(expansion.spans, with_hidden)
         verdicts: list[Scores] = [None] * len(plan)
         if not expansion.places:
             return verdicts
@@ -59,7 +67,15 @@ class Scoring:
                     found = verify(scores[rows], [picks[row] for row in rows], some, [plan[index] for index in indices])
                 for index, verdict in zip(indices, found, strict=True):
                     verdicts[index] = verdict if verdict.token_ids else EngineFailure("the model's output is not finite")
-        return verdicts
+        return verdicts if hidden is None else _with_hidden(verdicts, hidden, expansion)
+
+    def _forward(self, spans: Sequence[Span], with_hidden: bool) -> tuple[Tensor, Tensor | None]:
+        """Logits, and what the head has read for them."""
+        if not with_hidden or not self._runner.model.hidden_size:
+            return self._runner.forward(spans), None
+        with head_input(self._runner.model.model) as read:
+            logits = self._runner.forward(spans)
+        return logits, read[0]
 
 
 def _by_mode(plan: Sequence[Scheduled]) -> tuple[list[int], list[int]]:
@@ -93,6 +109,14 @@ def _verify_rejection(scores: Tensor, picks: Sequence[Pick], expansion: Expansio
         drawn_from = generation.guesses.drawn_from(len(guesses))
         tested.append(Tested(len(generation.committed), generation.rejection_keys, guesses, drawn_from))
     return verify_rejection(target_probs, tested, contract(finite_rows(scores), expansion, False))
+
+
+def _with_hidden(verdicts: Sequence[Scores], rows: Tensor, expansion: Expansion) -> list[Scores]:
+    """Verdicts with the hidden state of the row that chose their last token: the one numbered by the accepted count."""
+    chosen = [(index, verdict.accepted) for index, verdict in enumerate(verdicts) if isinstance(verdict, Verdict)]
+    indices, accepted = (list(column) for column in zip(*chosen, strict=True)) if chosen else ([], [])
+    found = iter(to_wire(contract(rows, expansion, ABSENT_HIDDEN)[indices, accepted]))
+    return [replace(verdict, hidden=next(found)) if isinstance(verdict, Verdict) else verdict for verdict in verdicts]
 
 
 def _guesses(part: Scheduled) -> tuple[int, ...]:

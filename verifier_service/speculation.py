@@ -60,6 +60,11 @@ class Speculation:
         """Whether a drafter is to be told something."""
         return any(drafter.begins or drafter.commits or drafter.ends for drafter in self._drafters)
 
+    @property
+    def wants_hidden_states(self) -> bool:
+        """Whether a drafter has asked for what the target's head reads."""
+        return any(drafter.hello.wants_hidden_state for drafter in self._drafters)
+
     def attach(self, link: int, hello: Hello, now: float) -> None:
         """A draft service has shaken hands: sequences without a drafter become its."""
         self._drafters.attach(link, hello)
@@ -155,7 +160,8 @@ class Speculation:
         if generation.number in drafter.begins:
             self._begin(generation, drafter)  # not told yet: tell it with these tokens
         else:
-            drafter.commits[generation.number] = Commit(generation.number, base_length, accepted, token_ids, generation.granted, rewind)
+            hidden = generation.hidden if drafter.hello.wants_hidden_state else None
+            drafter.commits[generation.number] = Commit(generation.number, base_length, accepted, token_ids, generation.granted, rewind, hidden)
 
     def grant(self, decoding: Sequence[Generation]) -> None:
         """Puts the windows for the next step into the commits of this one, once all of them are there."""
@@ -230,6 +236,7 @@ class Speculation:
             window=self._pacing.first_window(generation, drafter),
             suppressed_ids=rules.suppressed_ids,
             suppressed_until=rules.suppressed_until,
+            hidden=generation.hidden if drafter.hello.wants_hidden_state else None,
         )
 
     def _unassign(self, generation: Generation, drafter: Drafter) -> None:

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from shared.engine.attention import IMPLEMENTATION, register
 from shared.engine.decoder_layer import pack
+from shared.engine.head_input import head_width
 from shared.engine.kv_cache import LayerShape
 from shared.engine.model_checks import check_class, check_config, max_model_len, probe
 from shared.engine.weights import Weights
@@ -41,6 +42,7 @@ class LoadedModel:
         dtype: of weights and cache.
         device: of weights and cache.
         layers: what each layer stores per token.
+        hidden_size: numbers that the head reads for a row; 0: there are none to be had.
     """
 
     model: PreTrainedModel
@@ -51,6 +53,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     layers: tuple[LayerShape, ...]
+    hidden_size: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -139,6 +142,7 @@ def wrap(model: PreTrainedModel, name: str) -> LoadedModel:
         dtype=model.dtype,
         device=model.device,
         layers=layers,
+        hidden_size=head_width(model),
     )
 
 

@@ -67,6 +67,7 @@ def to_speculate_request(frame: FromDrafter) -> pb.SpeculateRequest:
                     tokenizer_fingerprint=frame.tokenizer_fingerprint,
                     modes=[MODE_TO_PROTO[mode] for mode in frame.modes],
                     capacity=frame.capacity,
+                    wants_hidden_state=frame.wants_hidden_state,
                 )
             )
 
@@ -162,4 +163,12 @@ def _parse_hello(message: pb.Hello) -> Hello:
         if not (1 <= len(text) <= most and text.isprintable()):
             raise MalformedFrame("bad_frame", f"hello.{name} must have 1 to {most} printable characters")
     modes = tuple(MODE_OF[mode] for mode in message.modes if mode in MODE_OF)  # one that we do not know is none that we will ask for
-    return Hello(message.protocol_revision, message.instance_id, message.name, message.tokenizer_fingerprint[:128], modes, message.capacity)
+    return Hello(
+        message.protocol_revision,
+        message.instance_id,
+        message.name,
+        message.tokenizer_fingerprint[:128],
+        modes,
+        message.capacity,
+        message.wants_hidden_state,
+    )

@@ -4,15 +4,19 @@ It knows messages and their sizes, not sequences: what is told when is the busin
 """
 
 from collections.abc import Iterator
+from itertools import chain
+from math import prod
 
 from outrider.v1 import link_pb2 as pb
 
 from shared.errors import InvalidRequest
-from shared.link import BEGIN_PIECE_TOKENS, Begin, Commit, End, EndReason, FromVerifier, Goodbye, Heartbeat, StepBatch, Welcome
+from shared.link import BEGIN_PIECE_TOKENS, Begin, Commit, End, EndReason, FromVerifier, Goodbye, Heartbeat, HiddenState, StepBatch, Welcome
 from shared.rpc.convert_generate import MODE_OF, MODE_TO_PROTO, parse_sampling, sampling_to_proto
 from shared.rpc.convert_link import MAX_REASON_CHARS, MalformedFrame
 
-_MAX_MESSAGE_BEGIN_IDS = 1 << 19  # at most 5 bytes each on the wire: far below the link's message limit
+_MAX_MESSAGE_BYTES = 4 << 20  # estimated from above, and far below the link's message limit
+_BYTES_PER_ID = 5  # a varint of 32 bits at its longest
+_NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _ANY_TOKEN_ID = 1 << 32
 
 _END_REASON_TO_PROTO = {
@@ -24,7 +28,7 @@ _END_REASON_OF = {value: reason for reason, value in _END_REASON_TO_PROTO.items(
 
 
 def to_speculate_responses(frame: FromVerifier) -> Iterator[pb.SpeculateResponse]:
-    """What the verifier sends: one message, or several where long Begins would make it too large."""
+    """What the verifier sends: one message, or several where long Begins or many hidden states would make it too large."""
     match frame:
         case StepBatch():
             for batch in _split_batch(frame):
@@ -39,6 +43,7 @@ def to_speculate_responses(frame: FromVerifier) -> Iterator[pb.SpeculateResponse
                 max_proposal_tokens=frame.max_proposal_tokens,
                 max_distribution_pairs=frame.max_distribution_pairs,
                 max_model_len=frame.max_model_len,
+                hidden_size=frame.hidden_size,
             )
             yield pb.SpeculateResponse(welcome=welcome)
 
@@ -72,7 +77,9 @@ class PieceJoiner:
             case "welcome":
                 welcome = message.welcome
                 self._max_model_len = welcome.max_model_len
-                return Welcome(welcome.vocab_size, welcome.max_proposal_tokens, welcome.max_distribution_pairs, welcome.max_model_len)
+                return Welcome(
+                    welcome.vocab_size, welcome.max_proposal_tokens, welcome.max_distribution_pairs, welcome.max_model_len, welcome.hidden_size
+                )
             case _:
                 raise MalformedFrame("bad_frame", "a frame must have one of its arms set")
 
@@ -90,16 +97,20 @@ class PieceJoiner:
 
 
 def _split_batch(batch: StepBatch) -> Iterator[pb.StepBatch]:
-    """Messages that together are the batch: begins over as many as they need, commits and ends with the last."""
-    message, num_ids = pb.StepBatch(step=batch.step), 0
-    for begin in batch.begins:
-        for piece in _begin_pieces(begin):
-            if num_ids + len(piece.token_ids) > _MAX_MESSAGE_BEGIN_IDS:
-                yield message
-                message, num_ids = pb.StepBatch(step=batch.step), 0
-            message.begins.append(piece)
-            num_ids += len(piece.token_ids)
-    message.commits.extend(map(_commit_to_proto, batch.commits))
+    """Messages that together are the batch: begins and commits over as many as they need, ends with the last."""
+    message, num_bytes = pb.StepBatch(step=batch.step), 0
+    pieces = (piece for begin in batch.begins for piece in _begin_pieces(begin))
+    entries: Iterator[pb.Begin | pb.Commit] = chain(pieces, map(_commit_to_proto, batch.commits))
+    for entry in entries:
+        size = _BYTES_PER_ID * len(entry.token_ids) + len(entry.hidden.data)
+        if num_bytes + size > _MAX_MESSAGE_BYTES and num_bytes:
+            yield message
+            message, num_bytes = pb.StepBatch(step=batch.step), 0
+        if isinstance(entry, pb.Begin):
+            message.begins.append(entry)
+        else:
+            message.commits.append(entry)
+        num_bytes += size
     message.ends.extend(pb.End(sequence=end.sequence, reason=_END_REASON_TO_PROTO[end.reason]) for end in batch.ends)
     yield message
 
@@ -122,6 +133,7 @@ def _begin_pieces(begin: Begin) -> Iterator[pb.Begin]:
             window=begin.window,
             suppressed_token_ids=begin.suppressed_ids,
             suppressed_until=begin.suppressed_until,
+            hidden=_hidden_to_proto(begin.hidden),
         )
 
 
@@ -142,6 +154,7 @@ def _parse_begin(message: pb.Begin) -> Begin:
         window=message.window,
         suppressed_ids=tuple(message.suppressed_token_ids),
         suppressed_until=message.suppressed_until,
+        hidden=_parse_hidden(message),
     )
 
 
@@ -153,11 +166,29 @@ def _commit_to_proto(commit: Commit) -> pb.Commit:
         token_ids=commit.token_ids,
         window=commit.window,
         rewind=commit.rewind,
+        hidden=_hidden_to_proto(commit.hidden),
     )
 
 
 def _parse_commit(message: pb.Commit) -> Commit:
-    return Commit(message.sequence, message.base_length, message.accepted, tuple(message.token_ids), message.window, message.rewind)
+    hidden = _parse_hidden(message)
+    return Commit(message.sequence, message.base_length, message.accepted, tuple(message.token_ids), message.window, message.rewind, hidden)
+
+
+def _hidden_to_proto(hidden: HiddenState | None) -> pb.HiddenState | None:
+    return None if hidden is None else pb.HiddenState(dtype=hidden.dtype, shape=hidden.shape, data=hidden.data)
+
+
+def _parse_hidden(message: pb.Begin | pb.Commit) -> HiddenState | None:
+    if not message.HasField("hidden"):
+        return None
+    hidden = message.hidden
+    shape = tuple(hidden.shape)
+    if hidden.dtype not in _NUMBER_BYTES:
+        raise MalformedFrame("bad_shape", f"hidden states of type {hidden.dtype[:32]!r} are unknown")
+    if len(hidden.data) != prod(shape) * _NUMBER_BYTES[hidden.dtype]:
+        raise MalformedFrame("bad_shape", f"a hidden state of shape {list(shape)[:4]} in {hidden.dtype} does not have {len(hidden.data)} bytes")
+    return HiddenState(hidden.dtype, shape, hidden.data)
 
 
 def _parse_end(message: pb.End) -> End:

@@ -48,6 +48,7 @@ class CoinProposer:
     """Guesses what the coin says; a call takes `base_s` and `row_s` for each sequence."""
 
     name = "coin"
+    kinds = ("coin",)
     modes = (Mode.COUPLED, Mode.REJECTION)
 
     def __init__(self, clock: Clock, base_s: float, row_s: float, acceptance: Callable[[int], float]) -> None:

@@ -25,6 +25,10 @@ class LyingProposer:
         return f"lying-{self._inner.name}"
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        return self._inner.kinds
+
+    @property
     def modes(self) -> tuple[Mode, ...]:
         return self._inner.modes
 

@@ -21,6 +21,7 @@ class RuleProposer:
     """
 
     name = "rule"
+    kinds = ("rule",)
 
     def __init__(self, rule: Rule, limit: int = 1_000_000, modes: tuple[Mode, ...] = (Mode.COUPLED, Mode.REJECTION)) -> None:
         self.stats = ProposerStats()

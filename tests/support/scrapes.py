@@ -47,7 +47,7 @@ def verifier(max_draft_tokens: int = MAX_DRAFT_TOKENS) -> tuple[VerifierMetrics,
 def drafter() -> tuple[DraftMetrics, Scrape]:
     """A draft service's metrics."""
     registry = CollectorRegistry()
-    return DraftMetrics(registry), Scrape(registry, {})
+    return DraftMetrics(registry, ("ngram", "model")), Scrape(registry, {})
 
 
 def serving(clock: Clock | None = None) -> tuple[ServingMetrics, Scrape]:

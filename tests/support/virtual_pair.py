@@ -162,14 +162,15 @@ class VirtualPair:
         name: str = "drafter",
         capacity: int = 16,
         modes: tuple[Mode, ...] = (Mode.COUPLED, Mode.REJECTION),
+        wants_hidden_state: bool = False,
         to_drafter: Carrier = _NEAR,
         to_verifier: Carrier = _NEAR,
     ) -> Host:
         link = next(self._links)
         host = Host(drafter, clock or Clock(), link, to_drafter, to_verifier)
         self.hosts[link] = host
-        drafter.attach(Welcome(self.vocab_size, 64, 64, self.max_model_len))
-        self.engine.speculation.attach(link, Hello(1, f"{name}-{link}", name, "", modes, capacity), self.clock.now)
+        drafter.attach(Welcome(self.vocab_size, 64, 64, self.max_model_len, self.model.hidden_size))
+        self.engine.speculation.attach(link, Hello(1, f"{name}-{link}", name, "", modes, capacity, wants_hidden_state), self.clock.now)
         self._at(self.clock.now, self._wake_engine)
         return host
 

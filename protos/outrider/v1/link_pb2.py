@@ -25,47 +25,49 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import generate_pb2 as outrider_dot_v1_dot_generate__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16outrider/v1/link.proto\x12\x0boutrider.v1\x1a\x1aoutrider/v1/generate.proto\"\xc2\x02\n\x10SpeculateRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12/\n\tproposals\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.ProposalBatchH\x00\x12\'\n\x07\x64\x65\x63line\x18\x03 \x01(\x0b\x32\x14.outrider.v1.DeclineH\x00\x12)\n\x08\x63\x61pacity\x18\x04 \x01(\x0b\x32\x15.outrider.v1.CapacityH\x00\x12%\n\x06resync\x18\x05 \x01(\x0b\x32\x13.outrider.v1.ResyncH\x00\x12+\n\theartbeat\x18\x06 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x12\'\n\x07goodbye\x18\x07 \x01(\x0b\x32\x14.outrider.v1.GoodbyeH\x00\x42\x07\n\x05\x66rame\"\xc3\x01\n\x11SpeculateResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.outrider.v1.StepBatchH\x00\x12+\n\theartbeat\x18\x03 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x12\'\n\x07goodbye\x18\x04 \x01(\x0b\x32\x14.outrider.v1.GoodbyeH\x00\x42\x07\n\x05\x66rame\"\xa4\x01\n\x05Hello\x12\x19\n\x11protocol_revision\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12,\n\x05modes\x18\x05 \x03(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x10\n\x08\x63\x61pacity\x18\x06 \x01(\r\"q\n\x07Welcome\x12\x12\n\nvocab_size\x18\x01 \x01(\r\x12\x1b\n\x13max_proposal_tokens\x18\x02 \x01(\r\x12\x1e\n\x16max_distribution_pairs\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\"\x83\x01\n\tStepBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\"\n\x06\x62\x65gins\x18\x02 \x03(\x0b\x32\x12.outrider.v1.Begin\x12$\n\x07\x63ommits\x18\x03 \x03(\x0b\x32\x13.outrider.v1.Commit\x12\x1e\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x10.outrider.v1.End\"\x83\x02\n\x05\x42\x65gin\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\rprompt_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12+\n\x04mode\x18\x05 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x12\n\ndraft_seed\x18\x07 \x01(\x06\x12\x0e\n\x06window\x18\x08 \x01(\r\x12\x1c\n\x14suppressed_token_ids\x18\t \x03(\r\x12\x18\n\x10suppressed_until\x18\n \x01(\r\"t\n\x06\x43ommit\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\x0e\n\x06rewind\x18\x06 \x01(\x08\"?\n\x03\x45nd\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.outrider.v1.EndReason\"}\n\rProposalBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rdraft_time_ns\x18\x02 \x01(\x04\x12(\n\tproposals\x18\x03 \x03(\x0b\x32\x15.outrider.v1.Proposal\x12\x0c\n\x04idle\x18\x04 \x01(\x08\x12\x0f\n\x07resting\x18\x05 \x03(\x04\"\x80\x01\n\x08Proposal\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x30\n\rdistributions\x18\x05 \x03(\x0b\x32\x19.outrider.v1.Distribution\"8\n\x0c\x44istribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x01(\x0c\"+\n\x07\x44\x65\x63line\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1d\n\x08\x43\x61pacity\x12\x11\n\tsequences\x18\x01 \x01(\r\"\x1a\n\x06Resync\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"+\n\tHeartbeat\x12\x0f\n\x07sent_ns\x18\x01 \x01(\x04\x12\r\n\x05reply\x18\x02 \x01(\x08\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t*u\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45ND_REASON_FINISHED\x10\x01\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\x02\x12\x19\n\x15\x45ND_REASON_REASSIGNED\x10\x03\x32]\n\x0bLinkService\x12N\n\tSpeculate\x12\x1d.outrider.v1.SpeculateRequest\x1a\x1e.outrider.v1.SpeculateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16outrider/v1/link.proto\x12\x0boutrider.v1\x1a\x1aoutrider/v1/generate.proto\"\xc2\x02\n\x10SpeculateRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12/\n\tproposals\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.ProposalBatchH\x00\x12\'\n\x07\x64\x65\x63line\x18\x03 \x01(\x0b\x32\x14.outrider.v1.DeclineH\x00\x12)\n\x08\x63\x61pacity\x18\x04 \x01(\x0b\x32\x15.outrider.v1.CapacityH\x00\x12%\n\x06resync\x18\x05 \x01(\x0b\x32\x13.outrider.v1.ResyncH\x00\x12+\n\theartbeat\x18\x06 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x12\'\n\x07goodbye\x18\x07 \x01(\x0b\x32\x14.outrider.v1.GoodbyeH\x00\x42\x07\n\x05\x66rame\"\xc3\x01\n\x11SpeculateResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.outrider.v1.StepBatchH\x00\x12+\n\theartbeat\x18\x03 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x12\'\n\x07goodbye\x18\x04 \x01(\x0b\x32\x14.outrider.v1.GoodbyeH\x00\x42\x07\n\x05\x66rame\"\xc0\x01\n\x05Hello\x12\x19\n\x11protocol_revision\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12,\n\x05modes\x18\x05 \x03(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\x10\n\x08\x63\x61pacity\x18\x06 \x01(\r\x12\x1a\n\x12wants_hidden_state\x18\x07 \x01(\x08\"\x86\x01\n\x07Welcome\x12\x12\n\nvocab_size\x18\x01 \x01(\r\x12\x1b\n\x13max_proposal_tokens\x18\x02 \x01(\r\x12\x1e\n\x16max_distribution_pairs\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\"9\n\x0bHiddenState\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x83\x01\n\tStepBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\"\n\x06\x62\x65gins\x18\x02 \x03(\x0b\x32\x12.outrider.v1.Begin\x12$\n\x07\x63ommits\x18\x03 \x03(\x0b\x32\x13.outrider.v1.Commit\x12\x1e\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x10.outrider.v1.End\"\xad\x02\n\x05\x42\x65gin\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\rprompt_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12+\n\x04mode\x18\x05 \x01(\x0e\x32\x1d.outrider.v1.VerificationMode\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x12\n\ndraft_seed\x18\x07 \x01(\x06\x12\x0e\n\x06window\x18\x08 \x01(\r\x12\x1c\n\x14suppressed_token_ids\x18\t \x03(\r\x12\x18\n\x10suppressed_until\x18\n \x01(\r\x12(\n\x06hidden\x18\x0b \x01(\x0b\x32\x18.outrider.v1.HiddenState\"\x9e\x01\n\x06\x43ommit\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\x0e\n\x06rewind\x18\x06 \x01(\x08\x12(\n\x06hidden\x18\x07 \x01(\x0b\x32\x18.outrider.v1.HiddenState\"?\n\x03\x45nd\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.outrider.v1.EndReason\"}\n\rProposalBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rdraft_time_ns\x18\x02 \x01(\x04\x12(\n\tproposals\x18\x03 \x03(\x0b\x32\x15.outrider.v1.Proposal\x12\x0c\n\x04idle\x18\x04 \x01(\x08\x12\x0f\n\x07resting\x18\x05 \x03(\x04\"\x80\x01\n\x08Proposal\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x30\n\rdistributions\x18\x05 \x03(\x0b\x32\x19.outrider.v1.Distribution\"8\n\x0c\x44istribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x01(\x0c\"+\n\x07\x44\x65\x63line\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1d\n\x08\x43\x61pacity\x12\x11\n\tsequences\x18\x01 \x01(\r\"\x1a\n\x06Resync\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"+\n\tHeartbeat\x12\x0f\n\x07sent_ns\x18\x01 \x01(\x04\x12\r\n\x05reply\x18\x02 \x01(\x08\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t*u\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45ND_REASON_FINISHED\x10\x01\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\x02\x12\x19\n\x15\x45ND_REASON_REASSIGNED\x10\x03\x32]\n\x0bLinkService\x12N\n\tSpeculate\x12\x1d.outrider.v1.SpeculateRequest\x1a\x1e.outrider.v1.SpeculateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.link_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENDREASON']._serialized_start=1943
-  _globals['_ENDREASON']._serialized_end=2060
+  _globals['_ENDREASON']._serialized_start=2137
+  _globals['_ENDREASON']._serialized_end=2254
   _globals['_SPECULATEREQUEST']._serialized_start=68
   _globals['_SPECULATEREQUEST']._serialized_end=390
   _globals['_SPECULATERESPONSE']._serialized_start=393
   _globals['_SPECULATERESPONSE']._serialized_end=588
   _globals['_HELLO']._serialized_start=591
-  _globals['_HELLO']._serialized_end=755
-  _globals['_WELCOME']._serialized_start=757
-  _globals['_WELCOME']._serialized_end=870
-  _globals['_STEPBATCH']._serialized_start=873
-  _globals['_STEPBATCH']._serialized_end=1004
-  _globals['_BEGIN']._serialized_start=1007
-  _globals['_BEGIN']._serialized_end=1266
-  _globals['_COMMIT']._serialized_start=1268
-  _globals['_COMMIT']._serialized_end=1384
-  _globals['_END']._serialized_start=1386
-  _globals['_END']._serialized_end=1449
-  _globals['_PROPOSALBATCH']._serialized_start=1451
-  _globals['_PROPOSALBATCH']._serialized_end=1576
-  _globals['_PROPOSAL']._serialized_start=1579
-  _globals['_PROPOSAL']._serialized_end=1707
-  _globals['_DISTRIBUTION']._serialized_start=1709
-  _globals['_DISTRIBUTION']._serialized_end=1765
-  _globals['_DECLINE']._serialized_start=1767
-  _globals['_DECLINE']._serialized_end=1810
-  _globals['_CAPACITY']._serialized_start=1812
-  _globals['_CAPACITY']._serialized_end=1841
-  _globals['_RESYNC']._serialized_start=1843
-  _globals['_RESYNC']._serialized_end=1869
-  _globals['_HEARTBEAT']._serialized_start=1871
-  _globals['_HEARTBEAT']._serialized_end=1914
-  _globals['_GOODBYE']._serialized_start=1916
-  _globals['_GOODBYE']._serialized_end=1941
-  _globals['_LINKSERVICE']._serialized_start=2062
-  _globals['_LINKSERVICE']._serialized_end=2155
+  _globals['_HELLO']._serialized_end=783
+  _globals['_WELCOME']._serialized_start=786
+  _globals['_WELCOME']._serialized_end=920
+  _globals['_HIDDENSTATE']._serialized_start=922
+  _globals['_HIDDENSTATE']._serialized_end=979
+  _globals['_STEPBATCH']._serialized_start=982
+  _globals['_STEPBATCH']._serialized_end=1113
+  _globals['_BEGIN']._serialized_start=1116
+  _globals['_BEGIN']._serialized_end=1417
+  _globals['_COMMIT']._serialized_start=1420
+  _globals['_COMMIT']._serialized_end=1578
+  _globals['_END']._serialized_start=1580
+  _globals['_END']._serialized_end=1643
+  _globals['_PROPOSALBATCH']._serialized_start=1645
+  _globals['_PROPOSALBATCH']._serialized_end=1770
+  _globals['_PROPOSAL']._serialized_start=1773
+  _globals['_PROPOSAL']._serialized_end=1901
+  _globals['_DISTRIBUTION']._serialized_start=1903
+  _globals['_DISTRIBUTION']._serialized_end=1959
+  _globals['_DECLINE']._serialized_start=1961
+  _globals['_DECLINE']._serialized_end=2004
+  _globals['_CAPACITY']._serialized_start=2006
+  _globals['_CAPACITY']._serialized_end=2035
+  _globals['_RESYNC']._serialized_start=2037
+  _globals['_RESYNC']._serialized_end=2063
+  _globals['_HEARTBEAT']._serialized_start=2065
+  _globals['_HEARTBEAT']._serialized_end=2108
+  _globals['_GOODBYE']._serialized_start=2110
+  _globals['_GOODBYE']._serialized_end=2135
+  _globals['_LINKSERVICE']._serialized_start=2256
+  _globals['_LINKSERVICE']._serialized_end=2349
 # @@protoc_insertion_point(module_scope)

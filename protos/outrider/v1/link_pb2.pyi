@@ -166,6 +166,7 @@ class Hello(_message.Message):
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MODES_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
+    WANTS_HIDDEN_STATE_FIELD_NUMBER: _builtins.int
     protocol_revision: _builtins.int
     """Revision of this protocol; must equal the verifier's."""
     instance_id: _builtins.str
@@ -176,6 +177,8 @@ class Hello(_message.Message):
     """Fingerprint of its tokenizer; empty for a proposer that needs no tokenizer."""
     capacity: _builtins.int
     """Sequences it can serve at once."""
+    wants_hidden_state: _builtins.bool
+    """Whether `Begin` and `Commit` are to bring hidden states."""
     @_builtins.property
     def modes(self) -> _containers.RepeatedScalarFieldContainer[_generate_pb2.VerificationMode.ValueType]:
         """Modes it can draft for."""
@@ -189,10 +192,11 @@ class Hello(_message.Message):
         tokenizer_fingerprint: _builtins.str = ...,
         modes: _abc.Iterable[_generate_pb2.VerificationMode.ValueType] | None = ...,
         capacity: _builtins.int = ...,
+        wants_hidden_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "instance_id", b"instance_id", "modes", b"modes", "name", b"name", "protocol_revision", b"protocol_revision", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "instance_id", b"instance_id", "modes", b"modes", "name", b"name", "protocol_revision", b"protocol_revision", "tokenizer_fingerprint", b"tokenizer_fingerprint", "wants_hidden_state", b"wants_hidden_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -208,6 +212,7 @@ class Welcome(_message.Message):
     MAX_PROPOSAL_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_DISTRIBUTION_PAIRS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     vocab_size: _builtins.int
     """Ids of the target's tokenizer; guesses must be below this."""
     max_proposal_tokens: _builtins.int
@@ -216,6 +221,8 @@ class Welcome(_message.Message):
     """Most (id, probability) pairs of one distribution."""
     max_model_len: _builtins.int
     """Longest sequence."""
+    hidden_size: _builtins.int
+    """Numbers in a hidden state; 0: there are none to be had."""
     def __init__(
         self,
         *,
@@ -223,14 +230,49 @@ class Welcome(_message.Message):
         max_proposal_tokens: _builtins.int = ...,
         max_distribution_pairs: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
+        hidden_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_distribution_pairs", b"max_distribution_pairs", "max_model_len", b"max_model_len", "max_proposal_tokens", b"max_proposal_tokens", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden_size", b"hidden_size", "max_distribution_pairs", b"max_distribution_pairs", "max_model_len", b"max_model_len", "max_proposal_tokens", b"max_proposal_tokens", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class HiddenState(_message.Message):
+    """The final hidden state of the target, what its head reads, in the row whose logits chose the last committed token: that at position
+    (committed length - 2). It belongs to that committed length and to no other.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    dtype: _builtins.str
+    """Number type: `float64`, `float32` or `bfloat16`, the target's own."""
+    data: _builtins.bytes
+    """The numbers, little-endian."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape of the numbers: one dimension, `Welcome.hidden_size`."""
+
+    def __init__(
+        self,
+        *,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HiddenState: _TypeAlias = HiddenState  # noqa: Y015
 
 @_typing.final
 class StepBatch(_message.Message):
@@ -288,6 +330,7 @@ class Begin(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SUPPRESSED_UNTIL_FIELD_NUMBER: _builtins.int
+    HIDDEN_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the sequence, never reused in a verifier's life."""
     prompt_length: _builtins.int
@@ -314,6 +357,12 @@ class Begin(_message.Message):
     def suppressed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that cannot be picked before `suppressed_until` (end of sequence, while min_tokens is not reached)."""
 
+    @_builtins.property
+    def hidden(self) -> Global___HiddenState:
+        """For all of `token_ids`, in the first piece. Only if `Hello` asked for it, and unset while no token has been chosen by the target,
+        or none since the first draft service asked.
+        """
+
     def __init__(
         self,
         *,
@@ -327,10 +376,11 @@ class Begin(_message.Message):
         window: _builtins.int = ...,
         suppressed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         suppressed_until: _builtins.int = ...,
+        hidden: Global___HiddenState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_seed", b"draft_seed", "mode", b"mode", "more", b"more", "prompt_length", b"prompt_length", "sampling", b"sampling", "sequence", b"sequence", "suppressed_token_ids", b"suppressed_token_ids", "suppressed_until", b"suppressed_until", "token_ids", b"token_ids", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_seed", b"draft_seed", "hidden", b"hidden", "mode", b"mode", "more", b"more", "prompt_length", b"prompt_length", "sampling", b"sampling", "sequence", b"sequence", "suppressed_token_ids", b"suppressed_token_ids", "suppressed_until", b"suppressed_until", "token_ids", b"token_ids", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -348,6 +398,7 @@ class Commit(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     REWIND_FIELD_NUMBER: _builtins.int
+    HIDDEN_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the sequence."""
     base_length: _builtins.int
@@ -362,6 +413,10 @@ class Commit(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
 
+    @_builtins.property
+    def hidden(self) -> Global___HiddenState:
+        """For the new committed length. Only if `Hello` asked for it."""
+
     def __init__(
         self,
         *,
@@ -371,10 +426,11 @@ class Commit(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         window: _builtins.int = ...,
         rewind: _builtins.bool = ...,
+        hidden: Global___HiddenState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "base_length", b"base_length", "rewind", b"rewind", "sequence", b"sequence", "token_ids", b"token_ids", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "base_length", b"base_length", "hidden", b"hidden", "rewind", b"rewind", "sequence", b"sequence", "token_ids", b"token_ids", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
