@@ -5,7 +5,7 @@ the tests speak these; nothing here knows gRPC or tensors.
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.sampling import Mode, SamplingParams
 
@@ -82,6 +82,16 @@ class Commit:
     window: int
     rewind: bool = False
     hidden: HiddenState | None = None
+
+    def then(self, following: "Commit") -> "Commit":
+        """This one and the one right behind it, as one: tokens and accepted of both, window and hidden state of the last, rewind if either."""
+        return replace(
+            following,
+            base_length=self.base_length,
+            accepted=self.accepted + following.accepted,
+            token_ids=self.token_ids + following.token_ids,
+            rewind=self.rewind or following.rewind,
+        )
 
 
 class EndReason(enum.Enum):

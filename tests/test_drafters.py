@@ -133,3 +133,31 @@ def test_what_reading_a_new_text_takes_is_not_taken_for_the_turnaround():
     told(drafter, 4, 5.1)
     drafter.answer(4, False, True, 9.0)
     assert drafter.timing.turnaround_s == pytest.approx(0.1)
+
+
+def test_commits_of_a_sequence_that_nothing_is_asked_of_are_kept_back():
+    drafter = Drafters().attach(1, hello("a"))
+
+    def sent(*commits: Commit) -> tuple[Commit, ...] | None:
+        drafter.commits |= {commit.sequence: commit for commit in commits}
+        batch = drafter.take_batch(1, 0.0)
+        return None if batch is None else batch.commits
+
+    stop, more, other = Commit(1, 5, 0, (1,), 0), Commit(1, 6, 0, (2,), 0), Commit(2, 9, 0, (3,), 4)
+    assert sent(stop) == (stop,), "it has to hear that nothing is asked of it"
+    assert sent(more) is None
+    assert not drafter.has_news
+    assert sent(other) == (other,), "one that is asked goes without one that is not"
+    assert sent(more.then(Commit(1, 7, 1, (8, 9), 3))) == (Commit(1, 6, 1, (2, 8, 9), 3),)
+    assert sent(Commit(1, 9, 0, (4,), 0)) == (Commit(1, 9, 0, (4,), 0),), "it was asked in between"
+    assert sent(Commit(1, 10, 0, (4,), 0, rewind=True)) == (Commit(1, 10, 0, (4,), 0, rewind=True),)
+
+
+def test_a_sequence_that_is_told_of_anew_is_asked_anew():
+    drafter = Drafters().attach(1, hello("a"))
+    for window, is_kept_back in ((0, True), (4, False)):
+        drafter.begins[1] = Begin(1, 3, (1, 2, 3), Mode.COUPLED, SamplingParams(), 0, window)
+        drafter.take_batch(1, 0.0)
+        drafter.commits[1] = Commit(1, 3, 0, (4,), 0)
+        assert (drafter.take_batch(2, 0.0) is None) is is_kept_back
+        drafter.commits.clear()

@@ -112,6 +112,19 @@ def test_a_lost_piece_makes_the_next_commit_a_rewind_and_a_piece_of_a_tail_that_
     assert [commit.rewind for commit in commits] == [False, False, True]
 
 
+def test_what_was_kept_back_while_nothing_was_asked_is_told_as_one_commit():
+    desk = Desk()
+    made = desk.add(1, 0.0)
+    desk.speculation.flush(0.0)
+    for position, (token_id, granted) in enumerate([(7, 0), (8, 0), (9, 0), (5, 3)], start=3):
+        made.committed.append(token_id)
+        made.granted = granted
+        desk.speculation.committed(made, position, 0, (token_id,), 0.1 * position)
+        desk.speculation.flush(0.1 * position)
+    told = [(commit.base_length, commit.token_ids, commit.window) for batch in desk.told for commit in batch.commits]
+    assert told == [(3, (7,), 0), (4, (8, 9, 5), 3)]
+
+
 def test_a_drafter_tells_of_a_sequence_that_rests_until_the_next_commit_and_not_of_one_that_has_a_commit_under_way():
     desk = Desk()
     made = desk.add(1, 0.0)

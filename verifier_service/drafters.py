@@ -88,6 +88,8 @@ class Drafter:
         suspended_until: set while its circuit is open: when one sequence may be tried again.
         acceptance: of its guesses, over all sequences: what a new sequence is expected to do.
         begins: what it is to be told of sequences, by number, once the step ends; likewise `commits` and `ends`.
+        unasked: sequences of which it is to guess nothing, and knows it. Their commits are kept back until that changes: telling it would only take
+            time from both sides.
     """
 
     link: int
@@ -106,6 +108,12 @@ class Drafter:
     begins: dict[int, Begin] = field(default_factory=dict)
     commits: dict[int, Commit] = field(default_factory=dict)
     ends: dict[int, End] = field(default_factory=dict)
+    unasked: set[int] = field(default_factory=set)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether it is to be told something now."""
+        return bool(self.begins or self.ends) or any(map(self._is_due, self.commits.values()))
 
     @property
     def free(self) -> int:
@@ -119,16 +127,25 @@ class Drafter:
 
     def take_batch(self, step: int, now: float) -> StepBatch | None:
         """What it is to be told of this step; None if nothing."""
-        if not (self.begins or self.commits or self.ends):
+        if not self.has_news:
             return None
-        batch = StepBatch(step, tuple(self.begins.values()), tuple(self.commits.values()), tuple(self.ends.values()))
-        self.begins, self.commits, self.ends = {}, {}, {}
+        due = tuple(filter(self._is_due, self.commits.values()))
+        batch = StepBatch(step, tuple(self.begins.values()), due, tuple(self.ends.values()))
+        self.begins, self.ends = {}, {}
+        for commit in due:
+            del self.commits[commit.sequence]
+        windows = {begin.sequence: begin.window for begin in batch.begins} | {commit.sequence: commit.window for commit in due}
+        self.unasked -= windows.keys() | {end.sequence for end in batch.ends}
+        self.unasked |= {number for number, window in windows.items() if window == 0}
         if batch.begins or batch.commits:  # an end alone asks for no answer
             self.told.append((step, now, bool(batch.begins)))
             if self.owing_since is None:
                 self.owing_since = now
             self.idle = False
         return batch
+
+    def _is_due(self, commit: Commit) -> bool:
+        return commit.window > 0 or commit.rewind or commit.sequence not in self.unasked
 
     def answer(self, step: int, idle: bool, has_guesses: bool, now: float, is_disturbed: bool = False) -> None:
         """Takes note of an answer that knows `step`; one that was never told counts for the last that was.

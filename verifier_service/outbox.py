@@ -3,8 +3,6 @@
 Pure state of the event loop; it knows neither gRPC nor what the tokens are.
 """
 
-from dataclasses import replace
-
 from shared.errors import EngineFailure
 from shared.link import Begin, Commit, End, StepBatch
 
@@ -15,8 +13,8 @@ _BYTES_PER_ENTRY = 64
 class Outbox:
     """Steps that a link has not taken yet, as one: at most one pending Begin, Commit and End per sequence.
 
-    A commit joins the pending one: base of the first, tokens of both, accepted summed, window and hidden state of the last, rewind if either.
-    A Begin makes all that was pending of its sequence void. An End too, and it is not sent at all for a sequence that the other side has never met.
+    A commit joins the pending one of its sequence. A Begin makes all that was pending of its sequence void. An End too, and it is not sent at all
+    for a sequence that the other side has never met.
 
     Args:
         max_bytes: beyond this estimate of its size the outbox has overflowed: it forgets everything and takes nothing more, since
@@ -89,13 +87,7 @@ class Outbox:
             if commit.base_length != pending.base_length + len(pending.token_ids):
                 raise EngineFailure(f"commit of sequence {commit.sequence} at {commit.base_length} does not follow the one at {pending.base_length}")
             self._pending_bytes -= _size(pending)
-            commit = replace(
-                commit,
-                base_length=pending.base_length,
-                accepted=pending.accepted + commit.accepted,
-                token_ids=pending.token_ids + commit.token_ids,
-                rewind=pending.rewind or commit.rewind,
-            )
+            commit = pending.then(commit)
         self._commits[commit.sequence] = commit
         self._pending_bytes += _size(commit)
 

@@ -58,7 +58,7 @@ class Speculation:
     @property
     def has_news(self) -> bool:
         """Whether a drafter is to be told something."""
-        return any(drafter.begins or drafter.commits or drafter.ends for drafter in self._drafters)
+        return any(drafter.has_news for drafter in self._drafters)
 
     @property
     def wants_hidden_states(self) -> bool:
@@ -161,7 +161,9 @@ class Speculation:
             self._begin(generation, drafter)  # not told yet: tell it with these tokens
         else:
             hidden = generation.hidden if drafter.hello.wants_hidden_state else None
-            drafter.commits[generation.number] = Commit(generation.number, base_length, accepted, token_ids, generation.granted, rewind, hidden)
+            commit = Commit(generation.number, base_length, accepted, token_ids, generation.granted, rewind, hidden)
+            kept_back = drafter.commits.get(generation.number)
+            drafter.commits[generation.number] = commit if kept_back is None else kept_back.then(commit)
 
     def grant(self, decoding: Sequence[Generation]) -> None:
         """Puts the windows for the next step into the commits of this one, once all of them are there."""

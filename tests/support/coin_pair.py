@@ -90,7 +90,7 @@ class Setting:
 def run(setting: Setting, prepare: Callable[[VirtualPair], None] = lambda pair: None) -> VirtualPair:
     """Runs all sequences to their end; `clock.now` is then what it took, `emissions` what came of it."""
     vocab_size = 2 * setting.num_sequences + 2
-    model = SimpleNamespace(vocab_size=vocab_size, max_model_len=1 << 20)
+    model = SimpleNamespace(vocab_size=vocab_size, max_model_len=1 << 20, hidden_size=0)
     pair = VirtualPair(
         model,  # type: ignore[arg-type]
         num_blocks=setting.num_sequences * (setting.num_tokens // 16 + 4),
