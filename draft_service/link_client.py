@@ -174,6 +174,8 @@ class LinkClient:
                 raise ProtocolViolation("the verifier's first frame is no welcome")
             link.max_proposal_tokens = welcome.max_proposal_tokens
             self._drafting.attach(welcome, link.send)
+            if self._hello.wants_hidden_state and not welcome.hidden_size:
+                _log.warning("the target has no hidden states to give: nothing can be guessed from them")
             self._change_state(LinkState(True))
             while True:
                 frame = await self._read(call, joiner, patience)

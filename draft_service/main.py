@@ -87,7 +87,9 @@ def _load(config: DraftConfig) -> tuple[Proposer, str]:
         return lookup, ""
     proposer: Proposer
     if config.proposer == "speculator":
-        proposer, fingerprint = load_proposer(config.speculator, config.speculator_target, config.dtype, config.threads, config.weights)
+        proposer, fingerprint = load_proposer(
+            config.speculator, config.speculator_target, config.dtype, config.device, config.threads, config.weights
+        )
     else:
         proposer, fingerprint = _load_model(config)
     return CompositeProposer(lookup, proposer) if config.ngram_first == "on" else proposer, fingerprint

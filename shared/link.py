@@ -21,7 +21,7 @@ class HiddenState:
     """What the target's head read in the row that chose the last committed token, position `length - 2`: see `HiddenState` in link.proto.
 
     Args:
-        dtype: `float64`, `float32` or `bfloat16`.
+        dtype: `float64`, `float32`, `bfloat16` or `float16`.
         shape: of the numbers; a single vector.
         data: the numbers, little-endian.
     """

@@ -1,6 +1,7 @@
 import pytest
 
 from draft_service.ngram import NgramProposer
+from draft_service.tail import count_matching
 from shared.digest import extend
 from shared.errors import ProtocolViolation
 from shared.link import Decline, End, EndReason, Proposal, ProposalBatch, Resync, StepBatch, Welcome
@@ -37,6 +38,12 @@ def test_a_commit_that_agrees_makes_room_and_nothing_is_sent_again():
     drafter.apply(StepBatch(2, commits=(commit(1, 3, (4, 5)),)))
     assert [(proposal.start, proposal.token_ids) for proposal in proposals_of(run(drafter))] == [(7, (8,)), (8, (9,))]
     assert (drafter.stats.guesses_sent, drafter.stats.guesses_matched, drafter.stats.guesses_dropped) == ({"rule": 6}, {"rule": 2}, {})
+
+
+def test_a_common_prefix_is_counted_whatever_the_texts_are_kept_in():
+    assert count_matching([1, 2, 3], (1, 2, 3, 4)) == 3
+    assert count_matching((1, 2, 3), [1, 5, 3]) == 1
+    assert count_matching([], (1,)) == 0
 
 
 def test_at_the_first_difference_the_whole_tail_goes():

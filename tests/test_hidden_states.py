@@ -15,12 +15,13 @@ from shared.engine.forward_batch import Span
 from shared.engine.head_input import head_input
 from shared.engine.model_runner import ModelRunner
 from shared.hidden import to_rows, to_wire
-from shared.link import Distribution, HiddenState, Proposal
+from shared.link import Commit, Distribution, HiddenState, Proposal, StepBatch
 from shared.sampling import Mode, SamplingParams
 from tests.support.proposers import RuleProposer
 from tests.support.tiny_models import tiny_llama
 from tests.support.virtual_pair import Clock, VirtualPair, delay
 from verifier_service.generation import new_generation
+from verifier_service.outbox import Outbox
 from verifier_service.request import Request, Stopping
 from verifier_service.scheduler import Scheduled
 from verifier_service.scoring import Scoring
@@ -88,6 +89,17 @@ def test_every_mix_of_proposal_lengths_gets_each_sequence_its_own_row(scorer, nu
     assert seen == set(range(num_right + 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_targets_of_every_number_type_can_be_asked(dtype):
+    """One that could not would fail every request of a step as soon as a speculator is attached."""
+    model, allocator = tiny_llama(dtype=dtype), BlockAllocator(64, 4)
+    plan = [scheduled(0, 0, 0, Mode.COUPLED, allocator)]
+    [verdict] = Scoring(ModelRunner(model, 64, 4), model.vocab_size, "expanded").score(plan, with_hidden=True)
+    assert isinstance(verdict, Verdict)
+    assert verdict.hidden is not None
+    assert (verdict.hidden.dtype, len(verdict.hidden.data)) == (str(dtype).removeprefix("torch."), dtype.itemsize * model.hidden_size)
+
+
 def test_nothing_is_collected_where_nobody_asks():
     allocator = BlockAllocator(64, 4)
     plan = [scheduled(0, 1, 1, Mode.COUPLED, allocator)]
@@ -101,7 +113,7 @@ def test_a_chunk_alone_has_no_row_and_no_hidden_state():
     assert Scoring(ModelRunner(TARGET, 64, 4), TARGET.vocab_size, "expanded").score(plan, with_hidden=True) == [None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_numbers_cross_the_wire_as_they_are(dtype):
     rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     states = to_wire(rows)
@@ -192,9 +204,6 @@ def test_who_takes_over_hears_with_the_begin():
 
 
 def test_commits_that_are_merged_on_the_way_bring_that_of_the_last():
-    from shared.link import Commit, StepBatch
-    from verifier_service.outbox import Outbox
-
     outbox = Outbox(1 << 20)
     states = to_wire(torch.arange(6.0, dtype=torch.float64).view(2, 3))
     outbox.add(StepBatch(1, commits=(Commit(7, 10, 0, (1,), 4, hidden=states[0]),)))

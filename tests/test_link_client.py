@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import structlog
 from outrider.v1 import link_pb2_grpc
 
 from draft_service.link_client import LinkClient, LinkState
@@ -92,7 +93,7 @@ class _Draft:
 
 @asynccontextmanager
 async def _pair(
-    token: str = "", shown_token: str = "", refuse: str = "", start: bool = True, **settings: Any
+    token: str = "", shown_token: str = "", refuse: str = "", start: bool = True, hello: Hello = HELLO, **settings: Any
 ) -> AsyncIterator[tuple[_Verifier, _Draft]]:
     verifier = _Verifier(token, **{key: settings.pop(key) for key in ("silence_s", "heartbeat_s", "welcome") if key in settings})
     verifier.links.refuse = refuse
@@ -104,7 +105,7 @@ async def _pair(
         states, round_trips = asyncio.Queue[LinkState](), asyncio.Queue[float]()
         client = LinkClient(
             channel,
-            HELLO,
+            hello,
             drafting,
             shown_token,
             random.Random(0),
@@ -133,6 +134,16 @@ async def test_it_attaches_and_carries_frames_both_ways() -> None:
         assert await draft.drafting.heard.get() == BATCH
         await asyncio.to_thread(draft.drafting.sends[0], (_guesses(1),))  # as the engine thread does
         assert await verifier.links.frames.get() == _guesses(1)
+
+
+@pytest.mark.parametrize(("wants", "hidden_size"), [(True, 0), (True, 64), (False, 0)])
+async def test_a_speculator_that_will_hear_nothing_says_so(wants: bool, hidden_size: int) -> None:
+    with structlog.testing.capture_logs() as lines:
+        async with _pair(hello=replace(HELLO, wants_hidden_state=wants), welcome=replace(WELCOME, hidden_size=hidden_size)) as (_, draft):
+            assert (await draft.drafting.heard.get()) == replace(WELCOME, hidden_size=hidden_size)
+            await draft.states.get()
+    warnings = [line["event"] for line in lines if line["log_level"] == "warning"]
+    assert any("no hidden states" in event for event in warnings) is (wants and not hidden_size)
 
 
 async def test_guesses_that_wait_are_put_together_up_to_what_the_welcome_allows() -> None:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from draft_service.mlp_speculator import SpeculatorConfig, lacks_vocabulary, load_speculator
+from draft_service.mlp_speculator import SpeculatorConfig, load_speculator
 from shared.errors import UnsupportedModel
 from tests.support.tiny_speculators import save_speculator, tiny_speculator
 
@@ -69,7 +69,6 @@ def test_published_files_are_read(tmp_path, tied, prefix):
     speculator = tiny_speculator(tied=tied)
     loaded = load_speculator(save_speculator(speculator, tmp_path, prefix))
     assert loaded.config == speculator.config
-    assert not lacks_vocabulary(tmp_path)
     expected = dict(speculator.named_parameters())
     assert {name: torch.equal(tensor, expected[name]) for name, tensor in loaded.named_parameters()} == dict.fromkeys(expected, True)
 
@@ -87,15 +86,14 @@ def test_a_tied_file_may_hold_every_name(tmp_path):
 def test_embedding_and_head_may_be_the_targets(tmp_path):
     speculator = tiny_speculator(tied=True, inner_dim=64)
     save_speculator(speculator, tmp_path, without=("emb", "head"))
-    assert lacks_vocabulary(tmp_path)
     embedding, head = torch.randn(64, 64), torch.randn(64, 64)
-    loaded = load_speculator(tmp_path, None, embedding, head)
+    loaded = load_speculator(tmp_path, None, lambda target: (embedding, head))
     assert torch.equal(loaded.emb[1].weight, embedding.double())
     assert torch.equal(loaded.head[2].weight, head.double())
     with pytest.raises(UnsupportedModel, match="the target's was not given"):
         load_speculator(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"emb.0.weight of the target has the shape \[64, 63\]"):
-        load_speculator(tmp_path, None, embedding[:, 1:], head)
+        load_speculator(tmp_path, None, lambda target: (embedding[:, 1:], head))
 
 
 def test_a_head_may_know_some_ids_only(tmp_path):
@@ -104,7 +102,7 @@ def test_a_head_may_know_some_ids_only(tmp_path):
     some.load_state_dict({name: each for name, each in whole.state_dict().items() if not name.startswith("head.")}, strict=False)
     some.head_ids.copy_(torch.tensor([60, 4, 9]))
     save_speculator(some, tmp_path, without=("emb.", "head."))
-    loaded = load_speculator(tmp_path, None, whole.emb[0].weight, whole.head[0].weight)
+    loaded = load_speculator(tmp_path, None, lambda target: (whole.emb[0].weight, whole.head[0].weight))
     states = [each.advance(0, each.begin(torch.ones(2, 64, dtype=torch.float64)), torch.tensor([5, 6])) for each in (whole, loaded)]
     expected, found = whole.logits(0, states[0]), loaded.logits(0, states[1])
     assert found.shape == expected.shape

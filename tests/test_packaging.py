@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.default_model import DEFAULT_SPECULATOR
+from draft_service.speculator_loader import DEFAULT_SPECULATOR
 from tools.gen_protos import PROTOS, drift
 
 ROOT = PROTOS.parent

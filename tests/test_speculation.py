@@ -1,7 +1,7 @@
 """The verifier's dealings with drafters, message by message: what they are told, and what a useless one may cost."""
 
 from shared.digest import extend
-from shared.link import Begin, Commit, End, EndReason, Hello, Proposal, ProposalBatch, Resync, StepBatch
+from shared.link import Begin, Commit, Decline, End, EndReason, Hello, Proposal, ProposalBatch, Resync, StepBatch
 from shared.sampling import Mode, SamplingParams
 from tests.support.tiny_models import tiny_llama
 from tests.support.virtual_pair import Clock, VirtualPair, delay
@@ -123,6 +123,20 @@ def test_what_was_kept_back_while_nothing_was_asked_is_told_as_one_commit():
         desk.speculation.flush(0.1 * position)
     told = [(commit.base_length, commit.token_ids, commit.window) for batch in desk.told for commit in batch.commits]
     assert told == [(3, (7,), 0), (4, (8, 9, 5), 3)]
+
+
+def test_a_sequence_that_is_declined_leaves_nothing_behind():
+    desk = Desk()
+    made = desk.add(1, 0.0)
+    desk.speculation.flush(0.0)
+    made.committed.append(7)
+    made.granted = 0
+    desk.speculation.committed(made, 3, 0, (7,), 0.1)
+    desk.speculation.flush(0.1)
+    [drafter] = desk.speculation.drafters
+    assert drafter.unasked == {1}
+    desk.speculation.receive(1, Decline(1, "enough"), 0.2, overlapped=False)
+    assert (drafter.unasked, drafter.sequences, drafter.commits) == (set(), set(), {})
 
 
 def test_a_drafter_tells_of_a_sequence_that_rests_until_the_next_commit_and_not_of_one_that_has_a_commit_under_way():

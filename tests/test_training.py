@@ -11,10 +11,11 @@ from rich.console import Console
 
 from draft_service.mlp_speculator import SpeculatorConfig
 from draft_service.speculator_loader import load_proposer
-from draft_service.training.corpus import Recording, batches, most_frequent, record
+from draft_service.training.corpus import Recording, batches, most_frequent, questions, record
 from draft_service.training.objective import places, score
 from draft_service.training.run import CannotTrain, Plan, train
 from draft_service.training.trainer import Schedule, Trainer
+from draft_service.training.writing import answer
 from shared.default_model import DEFAULT_TARGET
 from shared.engine.block_allocator import BlockAllocator
 from shared.engine.forward_batch import Span
@@ -28,8 +29,8 @@ HEAD = TARGET.model.get_output_embeddings().weight
 
 
 def written(seed: int = 0, num_prompts: int = 6, max_tokens: int = 20, eos_ids: frozenset[int] = frozenset()) -> Recording:
-    prompts = [(1 + index, 2, 3) for index in range(num_prompts)]
-    return record(ModelRunner(TARGET, 96, 4), BlockAllocator(96, 4), prompts, max_tokens, eos_ids, TARGET.vocab_size, seed)
+    asked = questions([(1 + index, 2, 3) for index in range(num_prompts)], seed)
+    return record(answer(ModelRunner(TARGET, 96, 4), BlockAllocator(96, 4), asked, max_tokens, TARGET.vocab_size, eos_ids))
 
 
 def test_a_recording_has_what_the_head_read_for_every_token():
@@ -109,7 +110,7 @@ def test_the_objective_is_what_it_says(head_ids):
 def trainer_in(directory, num_steps: int = 60) -> Trainer:
     directory.mkdir(exist_ok=True)
     config = SpeculatorConfig(3, 32, 64, 64, True, True, True)
-    schedule = Schedule(num_steps, batch_rows=128, rate=1e-2, evaluate_every=20)
+    schedule = Schedule(num_steps, rate=1e-2, seed=0, batch_rows=128, evaluate_every=20)
     embedding = next(TARGET.model.get_input_embeddings().parameters()).float()
     return Trainer(config, embedding, HEAD.float(), None, schedule, directory)
 
@@ -142,7 +143,7 @@ def test_training_learns_and_an_interruption_changes_nothing(tmp_path):
 
 @pytest.mark.real_model
 def test_the_command_trains_exports_and_goes_on(tmp_path):
-    plan = Plan(DEFAULT_TARGET, ("Tell me about the sea.", "What is a lighthouse?"), True, 60, 24, 2, 2, 32, 100, 0.5)
+    plan = Plan(DEFAULT_TARGET, ("Tell me about the sea.", "What is a lighthouse?"), True, 60, 24, 2, 2, 32, 100, 0.5, 2e-3, 0, 0)
     console = Console(file=io.StringIO())
     train(plan, tmp_path / "out", console)
     made = {path.name for path in (tmp_path / "out").iterdir()}
@@ -154,6 +155,6 @@ def test_the_command_trains_exports_and_goes_on(tmp_path):
     assert (tmp_path / "out" / "corpus" / "training-00000.safetensors").stat().st_mtime_ns == before
     with pytest.raises(CannotTrain, match="another plan"):
         train(replace(plan, seed=1), tmp_path / "out", console)
-    proposer, fingerprint = load_proposer(str(tmp_path / "out"), "", "auto", 1, "native")
+    proposer, fingerprint = load_proposer(str(tmp_path / "out"), "", "auto", "cpu", 1, "native")
     assert proposer.name == str(tmp_path / "out")
     assert len(fingerprint) == 64

@@ -245,6 +245,7 @@ class Speculation:
         generation.guesses.clear()
         generation.drafter = None
         drafter.sequences.discard(generation.number)
+        drafter.unasked.discard(generation.number)
         self._take_back(generation, drafter)
 
     @staticmethod

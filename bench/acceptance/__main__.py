@@ -28,9 +28,7 @@ _HERE = Path(__file__).parent
 TEXTS, RECORDED = _HERE / "texts.json", _HERE / "recorded.json"
 TEMPERATURES = (0.0, 1.0)
 _MAX_TOKENS = 192
-# Texts of each temperature that the control goes through: it guesses in every round, and a guess takes it a pass of the target, alone or for all.
-_TEXTS_OF_CONTROL = 20
-_TEXTS_OF_CONTROL_ALONE = 4
+_TEXTS_OF_CONTROL = 20  # of each temperature: it guesses in every round, and a guess takes it a pass of the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ def along(name: str, temperature: float, batch: int) -> Figures:
     """Measures a proposer along the texts of one temperature."""
     texts = texts_of(temperature)
     if name == "target":
-        texts = texts[: _TEXTS_OF_CONTROL if batch > 1 else _TEXTS_OF_CONTROL_ALONE]
+        texts = texts[:_TEXTS_OF_CONTROL]
     read = rows_of(temperature) if name == "speculator" else [None] * len(texts)
     return Figures.of(measure(proposer(name), texts, read, NUM_GUESSES, batch, load_tokenizer(resolve(DEFAULT_TARGET)).vocab_size))
 

@@ -9,8 +9,8 @@ from bench.acceptance.texts import RecordedText, head_inputs
 from draft_service.draft_model import DraftModel
 from draft_service.ngram import NgramProposer
 from draft_service.proposer import Proposer
-from draft_service.speculator_loader import load_proposer
-from shared.default_model import DEFAULT_SPECULATOR, DEFAULT_TARGET, resolve
+from draft_service.speculator_loader import DEFAULT_SPECULATOR, load_proposer
+from shared.default_model import DEFAULT_TARGET, resolve
 from shared.engine.pool import Pool, PoolConfig, load_pool
 
 PROPOSERS = ("ngram", "speculator", "target")
@@ -30,7 +30,7 @@ def proposer(name: str) -> Proposer:
     if name == "ngram":
         return NgramProposer()
     if name == "speculator":
-        return load_proposer(DEFAULT_SPECULATOR, "", "float32", 0, "native")[0]
+        return load_proposer(DEFAULT_SPECULATOR, "", "float32", "cpu", 0, "native")[0]
     return DraftModel(target().runner, target().allocator)
 
 

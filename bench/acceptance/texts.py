@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draft_service.training.writing import Question, answer
 from shared.engine.block_allocator import BlockAllocator
 from shared.engine.forward_batch import Span
 from shared.engine.head_input import head_input
 from shared.engine.model_runner import ModelRunner
 from shared.engine.sequence import Sequence as CachedSequence
-from shared.noise import noise_key
-from shared.picking import pick_tokens
-from shared.sampling import Pick, SamplingParams, TokenRules
+from shared.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +62,12 @@ def record(
         max_tokens: most for each answer.
         vocab_size: ids of the tokenizer.
     """
-    rules = [TokenRules(SamplingParams(temperature=temperature), len(prompt), vocab_size) for prompt in prompts]
-    writing = {seed: CachedSequence(list(prompt)) for seed, prompt in enumerate(prompts)}
-    done: dict[int, RecordedText] = {}
-    while writing:
-        for kv in writing.values():
-            kv.reserve(len(kv.token_ids), allocator)
-        logits = runner.forward([Span(kv.token_ids[kv.kv_len :], kv.kv_len, kv.block_table, 1) for kv in writing.values()])
-        picks = [Pick(rules[seed], noise_key(seed), kv.token_ids) for seed, kv in writing.items()]
-        for (seed, kv), token_id in zip(list(writing.items()), pick_tokens(logits, picks).tolist(), strict=True):
-            kv.kv_len = len(kv.token_ids)
-            kv.token_ids.append(token_id)
-            if token_id in runner.model.eos_token_ids or len(kv.token_ids) - len(prompts[seed]) == max_tokens:
-                kv.release(allocator)
-                done[seed] = RecordedText(len(prompts[seed]), tuple(kv.token_ids), temperature, seed)
-                del writing[seed]
-    return [done[seed] for seed in sorted(done)]
+    questions = [Question(prompt, temperature, seed) for seed, prompt in enumerate(prompts)]
+    answers = answer(runner, allocator, questions, max_tokens, vocab_size, frozenset(runner.model.eos_token_ids))
+    return [
+        RecordedText(len(question.prompt), (*question.prompt, *said.token_ids), temperature, question.seed)
+        for question, said in zip(questions, answers, strict=True)
+    ]
 
 
 def head_inputs(runner: ModelRunner, allocator: BlockAllocator, text: RecordedText) -> Tensor:

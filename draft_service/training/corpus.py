@@ -1,7 +1,7 @@
 """What a speculator learns from: text that the target itself writes, and what its head read for every token. It knows no speculator."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,14 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shared.engine.block_allocator import BlockAllocator
-from shared.engine.forward_batch import Span
-from shared.engine.head_input import head_input
-from shared.engine.model_runner import ModelRunner
-from shared.engine.sequence import Sequence as CachedSequence
-from shared.noise import derive_key, noise_key
-from shared.picking import pick_tokens
-from shared.sampling import Pick, SamplingParams, TokenRules
+from draft_service.training.writing import Answer, Question
+from shared.noise import derive_key
 
 # Both ends of what requests ask for: a speculator is to foresee greedy text too.
 _TEMPERATURES = (0.0, 0.7, 1.0)
@@ -49,50 +43,18 @@ class Recording:
         return cls(tensors["hidden"], tensors["token_ids"].to(torch.int64), tuple(tensors["lengths"].tolist()))
 
 
-def record(
-    runner: ModelRunner,
-    allocator: BlockAllocator,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    eos_ids: frozenset[int],
-    vocab_size: int,
-    seed: int,
-    on_tokens: Callable[[int], None] = lambda _: None,
-) -> Recording:
-    """Lets the target continue prompts, all together, each at one of several temperatures.
-
-    Args:
-        runner: the target.
-        allocator: of its KV, with room for all of them.
-        prompts: token ids.
-        max_tokens: most for each.
-        eos_ids: what ends a text.
-        vocab_size: ids of the tokenizer.
-        seed: of the draws, uint64.
-        on_tokens: told how many tokens a pass has brought.
-    """
-    rules = [TokenRules(SamplingParams(temperature=temperature), 0, vocab_size) for temperature in _TEMPERATURES]
-    writers = [_Writer(list(prompt), rules[index % len(rules)], noise_key(derive_key(seed, "text", index))) for index, prompt in enumerate(prompts)]
-    active = list(writers)
-    while active:
-        for writer in active:
-            writer.kv.reserve(len(writer.kv.token_ids), allocator)
-        with head_input(runner.model.model) as read:
-            logits = runner.forward([writer.span() for writer in active])
-        picked = pick_tokens(logits, [writer.pick for writer in active]).tolist()
-        for writer, row, token_id in zip(active, read[0], picked, strict=True):
-            writer.add(row, token_id)
-        on_tokens(len(active))
-        for writer in active:
-            if len(writer.said) == max_tokens or writer.said[-1] in eos_ids:
-                writer.kv.release(allocator)
-                writer.is_done = True
-        active = [writer for writer in active if not writer.is_done]
+def record(answers: Sequence[Answer]) -> Recording:
+    """Answers, one behind the other."""
     return Recording(
-        torch.stack([row for writer in writers for row in writer.rows]),
-        torch.tensor([token_id for writer in writers for token_id in writer.said]),
-        tuple(len(writer.said) for writer in writers),
+        torch.cat([each.hidden for each in answers]),
+        torch.tensor([token_id for each in answers for token_id in each.token_ids]),
+        tuple(len(each.token_ids) for each in answers),
     )
+
+
+def questions(prompts: Sequence[Sequence[int]], seed: int) -> list[Question]:
+    """Prompts, each at one of several temperatures in turn, with noise of its own."""
+    return [Question(prompt, _TEMPERATURES[index % len(_TEMPERATURES)], derive_key(seed, "text", index)) for index, prompt in enumerate(prompts)]
 
 
 def batches(prompts: Sequence[Sequence[int]], size: int, seed: int) -> Iterator[list[Sequence[int]]]:
@@ -113,25 +75,3 @@ def most_frequent(recordings: Sequence[Recording], count: int, vocab_size: int) 
     occurrences = torch.bincount(torch.cat([each.token_ids for each in recordings]), minlength=vocab_size)
     chosen: Tensor = occurrences.argsort(descending=True, stable=True)[:count].sort().values
     return chosen
-
-
-class _Writer:
-    """A text in the making."""
-
-    def __init__(self, prompt: list[int], rules: TokenRules, key: int) -> None:
-        self.kv = CachedSequence(prompt)
-        self.pick = Pick(rules, key, self.kv.token_ids)
-        self.rows: list[Tensor] = []
-        self.said: list[int] = []
-        self.is_done = False
-
-    def span(self) -> Span:
-        """The tokens that have no KV yet, with logits for the last."""
-        return Span(self.kv.token_ids[self.kv.kv_len :], self.kv.kv_len, self.kv.block_table, 1)
-
-    def add(self, row: Tensor, token_id: int) -> None:
-        """Takes what the head read and what came of it."""
-        self.kv.kv_len = len(self.kv.token_ids)
-        self.kv.token_ids.append(token_id)
-        self.rows.append(row.clone())
-        self.said.append(token_id)

@@ -7,19 +7,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from draft_service.mlp_speculator import SpeculatorConfig
-from draft_service.training.corpus import Recording, batches, most_frequent, record
+from draft_service.target_vocabulary import vocabulary_of
+from draft_service.training.corpus import Recording, batches, most_frequent, questions, record
 from draft_service.training.report import write_card, write_plot
-from draft_service.training.trainer import Schedule, Trainer
+from draft_service.training.trainer import BATCH_ROWS, Schedule, Trainer
+from draft_service.training.writing import answer
 from shared.default_model import resolve
 from shared.engine.pool import Pool, PoolConfig, load_pool
 from shared.errors import OutriderError
@@ -58,17 +58,17 @@ class Plan:
 
     target: str
     prompts: tuple[str, ...]
-    is_chat: bool = False
-    num_tokens: int = 400_000
-    max_tokens: int = 256
-    batch: int = 48
-    n_predict: int = 4
-    inner_dim: int = 1024
-    draft_vocab: int = 8192
-    passes: float = 2.0
-    rate: float = 2e-3
-    threads: int = 0
-    seed: int = 0
+    is_chat: bool
+    num_tokens: int
+    max_tokens: int
+    batch: int
+    n_predict: int
+    inner_dim: int
+    draft_vocab: int
+    passes: float
+    rate: float
+    threads: int
+    seed: int
 
 
 def train(plan: Plan, out: Path, console: Console) -> None:
@@ -93,13 +93,25 @@ def train(plan: Plan, out: Path, console: Console) -> None:
     write = partial(_recordings, plan, load, tokenizer.vocab_size, out / "corpus", console)
     held_out = _joined(write("held-out", _chunks(prompts[:num_held_out], plan.batch)))
     training = write("training", batches(prompts[num_held_out:], plan.batch, plan.seed), plan.num_tokens)
-    embedding, head = _vocabulary(directory)
+    embedding, head = vocabulary_of(directory)
     head_ids = most_frequent(training, plan.draft_vocab, len(head))
     num_foreseen = 0 if head_ids is None else len(head_ids)
-    config = SpeculatorConfig(plan.n_predict, plan.inner_dim, embedding.shape[1], embedding.shape[0], True, True, True, num_foreseen)
-    batch_rows = Schedule(1).batch_rows
-    num_steps = max(1, round(plan.passes * sum(len(part.token_ids) for part in training) / batch_rows))
-    trainer = Trainer(config, embedding, head, head_ids, Schedule(num_steps, rate=plan.rate, seed=plan.seed), out)
+    vocab_size, emb_dim = embedding.shape
+    config = SpeculatorConfig(
+        plan.n_predict,
+        plan.inner_dim,
+        emb_dim,
+        vocab_size,
+        tie_weights=True,
+        scale_input=True,
+        project_vocabulary=True,
+        draft_vocab_size=num_foreseen,
+        target=plan.target,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+    )
+    num_tokens = sum(len(part.token_ids) for part in training)
+    num_steps = max(1, round(plan.passes * num_tokens / BATCH_ROWS))
+    trainer = Trainer(config, embedding, head, head_ids, Schedule(num_steps, plan.rate, plan.seed), out)
     with _progress(console, "training", num_steps) as (progress, task):
         progress.update(task, completed=trainer.step)
 
@@ -107,9 +119,8 @@ def train(plan: Plan, out: Path, console: Console) -> None:
             progress.update(task, completed=step, description=f"training, loss {loss:.3f}")
 
         trainer.run(training, held_out, tell)
-    _export(trainer, config, plan, tokenizer, out)
+    _export(trainer, config, out)
     write_plot(trainer.points, out / "training.png")
-    num_tokens = sum(len(part.token_ids) for part in training)
     write_card(trainer.points, config, asdict(plan), num_tokens, num_held_out, out / "README.md")
     last = trainer.points[-1].score
     console.print(f"{out}: greedy {_row(last.greedy)}, overlap at T = 1 {_row(last.overlap)}, by position, on text that was not trained on")
@@ -156,7 +167,8 @@ def _recordings(
                 pool = load()
                 told = partial(progress.advance, task)
                 seed = derive_key(plan.seed, name, number)
-                record(pool.runner, pool.allocator, batch, plan.max_tokens, frozenset(pool.model.eos_token_ids), vocab_size, seed, told).save(file)
+                eos_ids = frozenset(pool.model.eos_token_ids)
+                record(answer(pool.runner, pool.allocator, questions(batch, seed), plan.max_tokens, vocab_size, eos_ids, told)).save(file)
             recordings.append(Recording.load(file))
     return recordings
 
@@ -170,11 +182,6 @@ def _load(plan: Plan, directory: str, longest_prompt: int) -> Pool:
     return load_pool(PoolConfig(directory, "auto", "auto", _BLOCK_SIZE, num_blocks, 0.5, plan.batch, 0, plan.threads), lambda _, __: None)
 
 
-def _vocabulary(directory: str) -> tuple[Tensor, Tensor]:
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", use_safetensors=True, trust_remote_code=False)
-    return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
-
-
 def _joined(recordings: Sequence[Recording]) -> Recording:
     return Recording(
         torch.cat([each.hidden for each in recordings]),
@@ -183,14 +190,13 @@ def _joined(recordings: Sequence[Recording]) -> Recording:
     )
 
 
-def _export(trainer: Trainer, config: SpeculatorConfig, plan: Plan, tokenizer: Tokenizer, out: Path) -> None:
+def _export(trainer: Trainer, config: SpeculatorConfig, out: Path) -> None:
     """In the published form, without what is the target's."""
     tensors = {f"speculator.{name}": tensor.to(torch.bfloat16).contiguous() for name, tensor in trainer.own_tensors().items()}
     if trainer.speculator.head_ids is not None:
         tensors["speculator.head_ids"] = trainer.speculator.head_ids
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    said = {"model_type": "mlp_speculator", **asdict(config), "target": plan.target, "tokenizer_fingerprint": tokenizer.fingerprint}
-    (out / "config.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    (out / "config.json").write_text(json.dumps({"model_type": "mlp_speculator", **asdict(config)}, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager

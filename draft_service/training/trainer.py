@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 from draft_service.mlp_speculator import MlpSpeculator, SpeculatorConfig
 from draft_service.training.corpus import Recording
 from draft_service.training.objective import Score, places, score
+from shared.noise import derive_key
 
 _WARM_UP = 0.05  # of all steps
 _LEAST_RATE = 0.05  # of the highest, at the end
 _CHECKPOINT = "checkpoint.pt"
+BATCH_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +26,17 @@ class Schedule:
 
     Args:
         num_steps: optimiser steps.
-        batch_rows: places in a step.
         rate: highest learning rate.
+        seed: of weights and of the order, uint64.
+        batch_rows: places in a step.
         evaluate_every: steps between two looks at text that is not trained on; a checkpoint is written then.
-        seed: of weights and of the order.
     """
 
     num_steps: int
-    batch_rows: int = 512
-    rate: float = 2e-3
+    rate: float
+    seed: int
+    batch_rows: int = BATCH_ROWS
     evaluate_every: int = 100
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ class Trainer:
     def _rows_of(self, step: int, rows: Tensor) -> Tensor:
         """Runs of neighbours: what the target says at a place is worked out once for all heads that foresee it. The same in every run."""
         run = 64
-        generator = torch.Generator().manual_seed(hash((self._schedule.seed, step)) % 2**63)
+        generator = torch.Generator().manual_seed(derive_key(self._schedule.seed, "step", step))
         starts = torch.randint(0, max(1, len(rows) - run), (max(1, self._schedule.batch_rows // run),), generator=generator)
         chosen: Tensor = torch.unique((starts[:, None] + torch.arange(min(run, len(rows)))).flatten())
         return rows[chosen]
@@ -140,14 +143,14 @@ class Trainer:
         torch.save(state, partial)
         partial.replace(self._file)
 
-    def _take_up(self, state: dict[str, object]) -> None:
-        self.speculator.load_state_dict(state["own"], strict=False)  # type: ignore[arg-type]  # as saved
-        self._optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]  # as saved
-        self._rate.load_state_dict(state["rate"])  # type: ignore[arg-type]  # as saved
-        self.step = int(state["step"])  # type: ignore[call-overload]  # as saved
+    def _take_up(self, state: dict[str, Any]) -> None:
+        self.speculator.load_state_dict(state["own"], strict=False)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._rate.load_state_dict(state["rate"])
+        self.step = state["step"]
         self.points = [
             Point(each["step"], each["train_loss"], Score(*(torch.tensor(each[name]) for name in ("loss", "greedy", "overlap"))))
-            for each in state["points"]  # type: ignore[attr-defined]  # as saved
+            for each in state["points"]
         ]
 
 

@@ -74,7 +74,7 @@ def load(name_or_dir: str, dtype: str = "auto", device: str = "cpu", on_progress
     Raises:
         UnsupportedModel: it cannot be found, read or served; the text says which and why.
     """
-    target = _device(device)
+    target = device_of(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise UnsupportedModel(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     on_progress(0.0, "reading the configuration")
@@ -175,7 +175,14 @@ def available_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def _device(text: str) -> torch.device:
+def device_of(text: str) -> torch.device:
+    """The device that is meant by `cpu`, `cuda`, `cuda:n`, or by `auto`: a GPU if there is one.
+
+    Raises:
+        UnsupportedModel: it means none, or that one is not there.
+    """
+    if text == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = text.partition(":")
     if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
         raise UnsupportedModel(f"device {text!r} is not cpu, cuda or cuda:n")

@@ -58,8 +58,7 @@ def load_pool(config: PoolConfig, on_progress: OnProgress) -> Pool:
         UnsupportedModel: it cannot be found, read, served or fitted; the text says why.
     """
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    model = load(config.name_or_dir, config.dtype, device, on_progress, config.weights)
+    model = load(config.name_or_dir, config.dtype, config.device, on_progress, config.weights)
     longest = min(config.max_model_len or model.max_model_len, model.max_model_len)
     num_blocks = config.num_blocks or fit_blocks(
         available_memory(model.device),

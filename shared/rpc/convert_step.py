@@ -16,7 +16,7 @@ from shared.rpc.convert_link import MAX_REASON_CHARS, MalformedFrame
 
 _MAX_MESSAGE_BYTES = 4 << 20  # estimated from above, and far below the link's message limit
 _BYTES_PER_ID = 5  # a varint of 32 bits at its longest
-_NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+_NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _ANY_TOKEN_ID = 1 << 32
 
 _END_REASON_TO_PROTO = {

@@ -252,7 +252,7 @@ class HiddenState(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
-    """Number type: `float64`, `float32` or `bfloat16`, the target's own."""
+    """Number type: `float64`, `float32`, `bfloat16` or `float16`, the target's own."""
     data: _builtins.bytes
     """The numbers, little-endian."""
     @_builtins.property
