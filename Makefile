@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TEST_WORKERS ?= 2
 
 # Services on one machine share the cores in time: threads that spin while they wait take them from the other service.
 export OMP_WAIT_POLICY := PASSIVE
@@ -35,8 +36,8 @@ check: $(STAMP) ## Lint, types, import contracts, protos: all that needs no test
 	$(BIN)/python tools/gen_protos.py --check
 
 .PHONY: test
-test: model ## Run all tests.
-	$(BIN)/python -m pytest
+test: model ## Run all tests, TEST_WORKERS at a time.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .PHONY: test-fast
 test-fast: $(STAMP) ## Run the tests that are quick and need no real model.

@@ -8,7 +8,7 @@ from bench.acceptance.__main__ import TEMPERATURES, along, load_recorded, rows_o
 from bench.acceptance.measure import measure
 from bench.acceptance.proposers import NUM_GUESSES, PROPOSERS, proposer, target
 
-pytestmark = [pytest.mark.real_model, pytest.mark.slow]
+pytestmark = [pytest.mark.real_model, pytest.mark.slow, pytest.mark.timeout(1200)]
 TOLERANCE = 0.01
 
 
