@@ -1,5 +1,6 @@
 """What fails in the engine fails whom it belongs to, and nobody else: real thread, real engine, tiny model."""
 
+import asyncio
 import itertools
 import threading
 from contextlib import AsyncExitStack
@@ -8,6 +9,7 @@ from dataclasses import replace
 import pytest
 import structlog
 
+from shared.engine.forward_batch import Span
 from shared.errors import EngineFailure, Unavailable
 from shared.link import Proposal, ProposalBatch
 from tests.support.running_verifier import NUM_BLOCKS, ORACLE, ask, collect, hello, running
@@ -63,19 +65,22 @@ async def test_a_step_that_fails_fails_who_was_in_it_and_the_engine_goes_on(monk
 
 async def test_what_was_computed_before_the_engine_died_still_arrives(monkeypatch):
     async with running(max_running=24) as service, AsyncExitStack() as opened:
-        forward, all_are_there = service.runner.forward, threading.Event()
-        num_forwards = itertools.count()
+        forward, one_runs, all_are_there = service.runner.forward, threading.Event(), threading.Event()
+        read: list[Span] = []
 
-        def die_in_the_third(spans):
+        def die_once_all_prompts_were_read(spans):
+            one_runs.set()
             all_are_there.wait(60)
-            if next(num_forwards) == 2:
+            if len(read) == 1 + len(asked):
                 raise SystemExit
+            read.extend(span for span in spans if span.start == 0)
             return forward(spans)
 
-        monkeypatch.setattr(service.runner, "forward", die_in_the_third)
+        monkeypatch.setattr(service.runner, "forward", die_once_all_prompts_were_read)
         asked = [replace(ask("r", 1), request_id=f"r{index}") for index in range(16)]
         (dying,) = [thread for thread in threading.enumerate() if thread.name == "verifier-engine"]
-        unfinished = await opened.enter_async_context(service.verifier.open(ask("unfinished", 3)))
+        unfinished = await opened.enter_async_context(service.verifier.open(ask("unfinished", 50)))
+        await asyncio.to_thread(one_runs.wait, 60)  # the others come while it decodes, and take several steps: a share of each is theirs
         complete = [await opened.enter_async_context(service.verifier.open(request)) for request in asked]
         all_are_there.set()
         dying.join(60)  # the loop hears of all its steps and of its end at once
