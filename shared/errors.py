@@ -9,6 +9,7 @@ OutriderError
 ├── Unavailable           loading, draining, or the other service is out of reach; worth a retry
 ├── CannotListen          an address that this process cannot serve at, told at start
 ├── EngineFailure         our own fault; the text stays in the log
+│   └── CorruptOutput     the model's numbers for this request are not finite
 ├── UnsupportedModel      a model that cannot be served, told at start
 └── OutOfBlocks           the KV pool is empty; the scheduler's business, never a client's
 """
@@ -97,6 +98,12 @@ class CannotListen(OutriderError):
 
 class EngineFailure(OutriderError):
     """Our own fault. The text goes to the log, the client gets a fixed sentence and the request id."""
+
+
+class CorruptOutput(EngineFailure):
+    """The model's numbers for this request are not finite, so there is no next token. What was delivered before is right."""
+
+    reason = "CORRUPT_OUTPUT"
 
 
 class UnsupportedModel(OutriderError):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shared.engine.block_allocator import BlockAllocator, BrokenInvariant
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.sequence import Sequence
-from shared.errors import EngineFailure, OutOfBlocks
+from shared.errors import CorruptOutput, OutOfBlocks
 from shared.sampling import Mode, SamplingParams
 from tests.support.tiny_models import tiny_llama
 from tests.support.virtual_pair import VirtualPair
@@ -237,6 +237,6 @@ def test_what_a_failed_request_has_left_behind_is_nobodys_beginning():
     pair.at_step(1, spoil)  # a fault of the machine after the first of three chunks
     first, second = (_ask(index, ((0, 18), [], 3, "", 0), SamplingParams()) for index in range(2))
     pair.run(first)
-    assert isinstance(pair.finished["r0"].error, EngineFailure)
+    assert isinstance(pair.finished["r0"].error, CorruptOutput)
     assert pair.run(second)["r1"] == ORACLE.tokens(second)
     assert pair.finished["r1"].cached_prompt_tokens == 0

@@ -4,6 +4,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from shared.errors import (
+    CorruptOutput,
     EngineFailure,
     HandshakeRefused,
     InvalidRequest,
@@ -25,6 +26,7 @@ TABLE = [
     (Unauthenticated("no token"), Code.UNAUTHENTICATED, "UNAUTHENTICATED"),
     (Overloaded("the queue is full", retry_after_s=0.25), Code.RESOURCE_EXHAUSTED, "OVERLOADED"),
     (Unavailable("DRAINING", "shutting down", retry_after_s=2.5), Code.UNAVAILABLE, "DRAINING"),
+    (CorruptOutput("not finite"), Code.DATA_LOSS, "CORRUPT_OUTPUT"),
 ]
 
 

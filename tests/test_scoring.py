@@ -7,7 +7,7 @@ import pytest
 from shared.digest import extend
 from shared.engine.block_allocator import BlockAllocator
 from shared.engine.model_runner import ModelRunner
-from shared.errors import EngineFailure
+from shared.errors import CorruptOutput
 from shared.link import Proposal
 from shared.sampling import Mode, SamplingParams
 from tests.support.tiny_models import tiny_llama
@@ -50,7 +50,7 @@ def test_a_request_whose_own_row_is_not_finite_fails_alone(mode):
     allocator = BlockAllocator(32, 4)
     bad, good = decoding(1, 60, allocator, mode), decoding(2, 3, allocator, mode)
     verdicts = Scoring(PoisonedRunner(60), TARGET.vocab_size, "expanded").score([Scheduled(bad, 3, 0), Scheduled(good, 3, 0)])
-    assert isinstance(verdicts[0], EngineFailure)
+    assert isinstance(verdicts[0], CorruptOutput)
     assert isinstance(verdicts[1], Verdict)
     assert len(verdicts[1].token_ids) == 1
 
@@ -76,7 +76,7 @@ def test_scores_that_overflow_fail_the_request_and_not_the_step(mode):
     overflowing = SamplingParams(repetition_penalty=1e-320)
     bad, good = decoding(1, 3, allocator, mode, overflowing), decoding(2, 3, allocator, mode)
     verdicts = Scoring(ModelRunner(TARGET, 32, 4), TARGET.vocab_size, "expanded").score([Scheduled(bad, 3, 0), Scheduled(good, 3, 0)])
-    assert isinstance(verdicts[0], EngineFailure)
+    assert isinstance(verdicts[0], CorruptOutput)
     assert isinstance(verdicts[1], Verdict)
 
 

@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2
 from outrider.v1 import generate_pb2 as pb
 from outrider.v1 import info_pb2, verifier_pb2_grpc
 
-from shared.errors import EngineFailure, InvalidRequest, OutriderError, Overloaded, Unavailable
+from shared.errors import CorruptOutput, EngineFailure, InvalidRequest, OutriderError, Overloaded, Unavailable
 from shared.rpc.convert_generate import Limits
 from shared.rpc.status import from_rpc_error, read_status
 from shared.sampling import Mode
@@ -180,6 +180,7 @@ async def test_a_client_that_goes_away_closes_the_request() -> None:
     ("error", "code"),
     [
         (EngineFailure("secret"), grpc.StatusCode.INTERNAL),
+        (CorruptOutput("not finite"), grpc.StatusCode.DATA_LOSS),
         (Overloaded("no room", 3.0), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (Unavailable("ENGINE_STALLED", "stalled"), grpc.StatusCode.UNAVAILABLE),
     ],

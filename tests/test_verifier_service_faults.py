@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import structlog
+import torch
 
 from shared.engine.forward_batch import Span
 from shared.errors import EngineFailure, Unavailable
@@ -61,6 +62,56 @@ async def test_a_step_that_fails_fails_who_was_in_it_and_the_engine_goes_on(monk
         assert [line["request_ids"] for line in lines if line["event"] == "step failed"] == [["r"]]
         assert await collect(service.verifier, ask("s")) == ORACLE.tokens(ask("s"))
         assert service.allocator.num_free == NUM_BLOCKS
+
+
+async def test_out_of_memory_a_step_is_done_in_parts_and_nobody_fails(monkeypatch):
+    async with running() as service:
+        forward, all_are_there, sizes = service.runner.forward, threading.Event(), []
+
+        def hold_two(spans):
+            all_are_there.wait(60)
+            sizes.append(len(spans))
+            if len(spans) > 2:
+                raise torch.OutOfMemoryError("no room")
+            return forward(spans)
+
+        monkeypatch.setattr(service.runner, "forward", hold_two)
+        assert await together(service, [ask(name) for name in ("r", "ss", "ttt", "uuuu")], all_are_there) == [
+            ORACLE.tokens(ask(name)) for name in ("r", "ss", "ttt", "uuuu")
+        ]
+        assert max(sizes) > 2
+
+
+async def test_who_makes_steps_fail_fails_alone(monkeypatch):
+    culprit = replace(ask("culprit"), prompt_ids=(9, 8, 7))
+    async with running() as service:
+        forward, all_are_there, sizes = service.runner.forward, threading.Event(), []
+
+        def choke(spans):
+            all_are_there.wait(60)
+            if any(tuple(span.token_ids[:1]) == (9,) and span.start == 0 for span in spans):
+                sizes.append(len(spans))
+                raise RuntimeError("choked")
+            return forward(spans)
+
+        monkeypatch.setattr(service.runner, "forward", choke)
+        asked = [ask("r"), ask("ss"), culprit, ask("ttt")]
+        assert await together(service, asked, all_are_there) == [EngineFailure if one is culprit else ORACLE.tokens(one) for one in asked]
+        assert max(sizes) > min(sizes) == 1
+        assert service.allocator.num_free == NUM_BLOCKS
+
+
+async def together(service, asked, all_are_there) -> list[list[int] | type[Exception] | None]:
+    """What each request got, tokens or the kind of its error; none of them begins before all are there."""
+
+    async def read(emissions) -> list[int] | type[Exception]:
+        got = [emission async for emission in emissions]
+        return type(got[-1].error) if got[-1].error is not None else [token_id for emission in got for token_id in emission.token_ids]
+
+    async with AsyncExitStack() as opened:
+        streams = [await opened.enter_async_context(service.verifier.open(request)) for request in asked]
+        all_are_there.set()
+        return await asyncio.gather(*map(read, streams))
 
 
 async def test_what_was_computed_before_the_engine_died_still_arrives(monkeypatch):

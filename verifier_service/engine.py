@@ -170,11 +170,17 @@ class Engine:
         self._scheduler.check_integrity(self.live)
 
     def _score(self, plan: Sequence[Scheduled]) -> list[Scores]:
+        """What the model says to each part. Where it fails, as for want of memory, each half is tried by itself: who has caused it fails alone."""
+        if not plan:
+            return []
         try:
-            return self._scoring.score(plan, self.speculation.wants_hidden_states) if plan else []
-        except Exception:  # the step's boundary: a fault in the model fails who was in the step, never the engine
+            return self._scoring.score(plan, self.speculation.wants_hidden_states)
+        except Exception:  # the step's boundary: a fault in the model fails who has caused it, never the engine
             _log.exception("step failed", request_ids=[part.generation.request.request_id for part in plan])
-            return [EngineFailure("the step failed")] * len(plan)
+        if len(plan) == 1:
+            return [EngineFailure("the step failed")]
+        middle = len(plan) // 2  # beyond the handler: what it had allocated is kept alive by the exception
+        return [*self._score(plan[:middle]), *self._score(plan[middle:])]
 
     def _commit(self, plan: Sequence[Scheduled], verdicts: Sequence[Scores], now: float) -> list[tuple[int, Emission]]:
         emissions = []

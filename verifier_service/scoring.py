@@ -9,7 +9,7 @@ from torch import Tensor
 from shared.engine.forward_batch import Span
 from shared.engine.head_input import head_input
 from shared.engine.model_runner import ModelRunner
-from shared.errors import EngineFailure
+from shared.errors import CorruptOutput, EngineFailure
 from shared.hidden import to_wire
 from shared.picking import finite_rows, pick_usable, probabilities, process
 from shared.sampling import Pick
@@ -66,7 +66,7 @@ class Scoring:
                 else:
                     found = verify(scores[rows], [picks[row] for row in rows], some, [plan[index] for index in indices])
                 for index, verdict in zip(indices, found, strict=True):
-                    verdicts[index] = verdict if verdict.token_ids else EngineFailure("the model's output is not finite")
+                    verdicts[index] = verdict if verdict.token_ids else CorruptOutput("the model's output is not finite")
         return verdicts if hidden is None else _with_hidden(verdicts, hidden, expansion)
 
     def _forward(self, spans: Sequence[Span], with_hidden: bool) -> tuple[Tensor, Tensor | None]:

@@ -11,6 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from shared.errors import (
+    CorruptOutput,
     EngineFailure,
     HandshakeRefused,
     InvalidRequest,
@@ -31,6 +32,7 @@ STATUS_OF: dict[type[OutriderError], grpc.StatusCode] = {
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
+    CorruptOutput: grpc.StatusCode.DATA_LOSS,
 }
 
 # Statuses travel in trailers, which gRPC bounds at 8 KiB: a sentence that quotes input must not cost the whole status.
@@ -128,6 +130,7 @@ def _rebuild(
             grpc.StatusCode.FAILED_PRECONDITION: HandshakeRefused,
             grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
             grpc.StatusCode.INTERNAL: EngineFailure,
+            grpc.StatusCode.DATA_LOSS: CorruptOutput,
         }
         return plain.get(code, OutriderError)(text)
     made = OutriderError(text)

@@ -56,7 +56,7 @@ class VerifierServiceServicer:
         """One completion. The call owns its KV blocks; cancelling it frees them. Works with no drafter attached.
 
         Errors: INVALID_ARGUMENT with BadRequest field violations, RESOURCE_EXHAUSTED or UNAVAILABLE with RetryInfo, DEADLINE_EXCEEDED,
-        INTERNAL. Each carries ErrorInfo (domain `outrider`); reasons are listed in docs/protocol.md.
+        DATA_LOSS, INTERNAL. Each carries ErrorInfo (domain `outrider`); reasons are listed in docs/protocol.md.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

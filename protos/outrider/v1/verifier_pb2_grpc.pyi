@@ -38,7 +38,7 @@ class VerifierServiceStub:
     """One completion. The call owns its KV blocks; cancelling it frees them. Works with no drafter attached.
 
     Errors: INVALID_ARGUMENT with BadRequest field violations, RESOURCE_EXHAUSTED or UNAVAILABLE with RetryInfo, DEADLINE_EXCEEDED,
-    INTERNAL. Each carries ErrorInfo (domain `outrider`); reasons are listed in docs/protocol.md.
+    DATA_LOSS, INTERNAL. Each carries ErrorInfo (domain `outrider`); reasons are listed in docs/protocol.md.
     """
     GetInfo: _grpc.UnaryUnaryMultiCallable[_info_pb2.GetInfoRequest, _info_pb2.GetInfoResponse]
     """What this service runs and takes."""
@@ -52,7 +52,7 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
     """One completion. The call owns its KV blocks; cancelling it frees them. Works with no drafter attached.
 
     Errors: INVALID_ARGUMENT with BadRequest field violations, RESOURCE_EXHAUSTED or UNAVAILABLE with RetryInfo, DEADLINE_EXCEEDED,
-    INTERNAL. Each carries ErrorInfo (domain `outrider`); reasons are listed in docs/protocol.md.
+    DATA_LOSS, INTERNAL. Each carries ErrorInfo (domain `outrider`); reasons are listed in docs/protocol.md.
     """
     GetInfo: _aio.UnaryUnaryMultiCallable[_info_pb2.GetInfoRequest, _info_pb2.GetInfoResponse]  # type: ignore[assignment]
     """What this service runs and takes."""
@@ -69,7 +69,7 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         """One completion. The call owns its KV blocks; cancelling it frees them. Works with no drafter attached.
 
         Errors: INVALID_ARGUMENT with BadRequest field violations, RESOURCE_EXHAUSTED or UNAVAILABLE with RetryInfo, DEADLINE_EXCEEDED,
-        INTERNAL. Each carries ErrorInfo (domain `outrider`); reasons are listed in docs/protocol.md.
+        DATA_LOSS, INTERNAL. Each carries ErrorInfo (domain `outrider`); reasons are listed in docs/protocol.md.
         """
 
     @_abc_1.abstractmethod
